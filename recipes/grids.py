@@ -14,7 +14,7 @@ import torch
 from gguf import quants
 from safetensors.torch import save_file
 
-from foredraft.model.quantisation.blocks.formats import FILE
+from foredraft.model.quantisation.blocks import FILE
 
 # name in the file -> the package's class
 GRIDS = {

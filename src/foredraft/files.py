@@ -6,15 +6,12 @@ place. Every failure is a ConfigError that names the option whose value is the f
 
 from __future__ import annotations
 
-import atexit
 import errno
-import functools
 import os
 import secrets
 import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -114,7 +111,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `folder` when the block ends without an error.
 
     A reader sees the old folder, the new one, or for an instant none. Of several processes the last one
@@ -127,8 +124,7 @@ def replacing_folder(folder: Path, keeps: Callable[[], bool] = lambda: False) ->
         yield new
         for file in new.iterdir():
             _flush(file)
-        if not (folder.exists() and keeps()):
-            _put(new, folder, old)
+        _put(new, folder, old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -164,19 +160,6 @@ def _flush(file: Path) -> None:
 def _is_replaceable(file: Path) -> bool:
     """Return whether the file is a regular file or absent; a pipe or a device must not be renamed over."""
     return file.is_file() or not file.exists()
-
-
-@functools.cache
-def process_folder(prefix: str) -> Path:
-    """Return a temporary folder that is removed when the process ends: one for each beginning of a name."""
-    folder, owner = Path(tempfile.mkdtemp(prefix=prefix)).resolve(), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked process leaves it to its parent
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
 
 
 def _temporary(file: Path) -> Path:

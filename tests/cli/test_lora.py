@@ -15,8 +15,7 @@ from foredraft import SamplingParams
 from foredraft.cli import main
 from foredraft.drafters.adapter import find_adapter, target_hash
 from foredraft.drafters.plan_files import find_plan, model_hash
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import RECORD
+from foredraft.model.lora.merging import with_loras
 from tests.cli.conftest import Cli
 from tests.support.checkpoints import TEXT
 from tests.support.loras import save_lora
@@ -130,7 +129,6 @@ def test_train_makes_drafters_of_the_merged_model(
     assert MADE_FOR_BASE not in caplog.text
     out = tmp_path / "draft"
     cli("train draft --layers 1 --from-layers 0", *short, "--out", out)
-    assert not (out / RECORD).exists()
     assert ids(cli, *target, "--draft", out, "--drafter", "draft-model", "--policy", "fixed") == plain
 
 
@@ -141,7 +139,7 @@ def test_quantise_writes_the_merged_model(target: list[str], tmp_path: Path, cli
         file = load_file(tmp_path / name / "model.safetensors")
         weights.append(file["model.layers.0.self_attn.q_proj.weight_packed"])
     assert not torch.equal(*weights)
-    assert not (tmp_path / "int8" / RECORD).exists() and (tmp_path / "int8" / "tokenizer.json").is_file()
+    assert (tmp_path / "int8" / "tokenizer.json").is_file()
     assert ids(cli, "--model", tmp_path / "int8") == ids(cli, *target, "--weights", "int8")
 
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 import foredraft
 from foredraft import SamplingParams
-from foredraft.model.gguf.tensors import RECORD
-from foredraft.model.hub import resolve
 from foredraft.model.layers import RowSource
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
-from foredraft.model.spec import ModelSpec
+from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import command
 from tests.cli.conftest import Cli
@@ -57,7 +55,6 @@ def test_the_checkpoint_stands_for_the_codes(
     out = tmp_path / "few"
     assert quantise_to(out, cli, model, "--weights", weights)["weights"] == weights
     assert (len(list(out.glob("*.safetensors"))) == 1) is (most > 20_000)
-    assert not (out / RECORD).exists(), "the folder has weights of its own"
     folder = resolve(model)
     found, original = load_decoder(out), load_decoder(folder, dtype=torch.float32)
     for one, other in zip(found.products, original.products, strict=True):
@@ -76,7 +73,7 @@ def test_the_checkpoint_stands_for_the_codes(
     for decoder in loaded:
         assert torch.equal(rows_of(decoder.embedding), embedding)
     assert isinstance(loaded[1].embedding, NativeCodes)
-    assert isinstance(loaded[0].embedding, NativeCodes) is ModelSpec.from_folder(folder).tied
+    assert isinstance(loaded[0].embedding, NativeCodes) is folder.spec.tied
 
 
 @pytest.mark.parametrize("model", ["tied", "BF16"], indirect=True)

@@ -165,7 +165,7 @@ DEFECTS: dict[str, tuple[Any, Mutation]] = {
     ),
     "a read of a prompt's keys": (
         Runner.prefill,
-        before(lambda runner, cache, row, tokens, start: int(cache.memory[0, 0, row, 0, start, 0])),
+        before(lambda runner, cache, row, tokens, start: int(cache.data[0, 0, row, 0, start, 0])),
     ),
 }
 

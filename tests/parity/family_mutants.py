@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.model import attention, checkpoint, decoder, layers, rope, rope_config, spec, weights
+from foredraft.model import attention, checkpoint, decoder, layers, rope, spec, weights
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
 from foredraft.model.layers import (
     PROJECTIONS,
-    Folded,
     LayerInput,
     LayerInputs,
     LayerNorm,
@@ -24,7 +23,7 @@ from foredraft.model.layers import (
 )
 from foredraft.model.rope import Rope
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_names import HEAD, TensorLayout
+from foredraft.model.tensor_names import HEAD, Naming, transposed
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -193,7 +192,7 @@ LLAMA_LIKE = [
         lambda grown: lambda own, positions: grown(own, positions + 1)[1:], decoding("ministral3"),
     ),
     defect("queries grow within a period", rope._grown, grown_within_a_period, decoding("ministral3")),
-    defect("keys grow, too", rope_config.read_growing_rope, keys_grown_too, reloaded("ministral3")),
+    defect("keys grow, too", rope.read_growing_rope, keys_grown_too, reloaded("ministral3")),
     defect("norms without their offset", NORM, norms_with(-1.0), reloaded("gemma")),
     defect("gelu taken for SiLU", FAMILY, in_family(configured(hidden_act="silu")), reloaded("gemma-gelu")),
     defect(
@@ -266,14 +265,11 @@ first_head_normed = around(
 
 
 @around
-def folded_back(product: Function, own: Folded, rows: slice) -> Tensor:
+def folded_back(opened: Function, own: ProjectedLayout, stored: Any) -> Any:
     """Project embeddings and heads each by the other's projection."""
-    other = {PROJECTIONS["project_in"]: "project_out", PROJECTIONS["project_out"]: "project_in"}
-    module = other[own.projection.removesuffix(".weight")]
-    file = own.projections
-    found = replace(file, stored=file.stored.replace(file.stored.split(".")[-2], module))
-    made: Tensor = product(replace(own, projections=found, outward=not own.outward), rows)
-    return made
+    inward, outward = (f"model.decoder.{name}.weight" for name in PROJECTIONS)
+    turned = {inward: transposed(stored[outward]), outward: transposed(stored[inward])}
+    return opened(own, stored | turned)
 
 
 windowless = around(
@@ -282,7 +278,7 @@ windowless = around(
 
 NORMED_BEFORE = with_parts(project=project_normed, finish=finish_normed)
 PARALLEL, SEQUENTIAL = (with_parts(finish=given(parallel_residual=each)) for each in (True, False))
-TRANSPOSED, ORDER, ATTEND = TensorLayout._is_transposed, checkpoint.channel_order, attention.attend
+TRANSPOSED, ORDER, ATTEND = Naming._is_transposed, checkpoint.channel_order, attention.attend
 SUMS, PROJECTED = "opt-sums-normed", "opt-projected-untied"
 OTHERS = [
     defect("norms before sub-layers instead of after", RUN, NORMED_BEFORE, decoding("olmo2")),
@@ -290,10 +286,10 @@ OTHERS = [
     defect("norms of outputs, not of sums", RUN, with_parts(finish=given(sum_norms=False)), decoding(SUMS)),
     defect("norms before sub-layers instead of after sums", RUN, NORMED_BEFORE, decoding(SUMS)),
     defect("one norm for all heads", CALL, first_head_normed, decoding("stablelm-head-norms")),
-    defect("projections in and out exchanged", Folded.__getitem__, folded_back, reloaded(PROJECTED)),
+    defect("projections in and out exchanged", ProjectedLayout.opened, folded_back, reloaded(PROJECTED)),
     defect(
         "untied head folded as a tied one",
-        ProjectedLayout.combined,
+        ProjectedLayout.opened,
         given(tied=True),
         reloaded(PROJECTED),
         CheckpointError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.model import attention, rope, rope_config, weights
+from foredraft.model import attention, rope, weights
 from foredraft.model.attention import ForwardContext
 from foredraft.model.decoder import Decoder
 from foredraft.model.families import gemma, llama, shared
@@ -139,7 +139,7 @@ one_layer_late = argument(2, lambda kinds: [shared.FULL, *kinds[:-1]])
 
 TABLE, BUILD, SCORES = rope.rope_table, attention.build_context, attention.masked_attention
 ROPE_OF, WINDOWS, NORM = ModelSpec.rope_of, shared.read_windows, weights._Builder.norm
-YARN, THETA, ATTEND = rope._yarn, rope._dynamic_theta, attention.attend
+YARN, THETA, ATTEND = rope._by_channel, rope._dynamic_theta, attention.attend
 EVERYWHERE = windows(lambda window, at, columns: window or 24)
 FROM_THE_FIRST = windows(lambda window, at, columns: window and window + at)
 WIDER_WITH_COLUMNS = windows(lambda window, at, columns: window and window + (columns > 8))
@@ -155,7 +155,9 @@ MUTANTS = [
     defect("a column does not see itself", MASKS, own_column_hidden, decoding("llama")),
     defect("rotation in the wrong direction", TABLE, rotated_backwards, decoding("llama")),
     defect("rotation one position late", BUILD, rotated_late, decoding("llama")),
-    defect("low frequencies not divided", rope._llama3, low_frequencies_kept, decoding("llama-llama3")),
+    defect(
+        "low frequencies not divided", rope._by_wavelength, low_frequencies_kept, decoding("llama-llama3")
+    ),
     defect("attention without its soft-cap", SCORES, given(attention_softcap=None), decoding("gemma2")),
     defect("logits without their soft-cap", Decoder.head, with_spec(logit_softcap=None), decoding("gemma2")),
     defect("embedding without its scale", Decoder.embed, without_scale, decoding("gemma2")),
@@ -182,7 +184,7 @@ MUTANTS = [
     defect("scores scaled by head_dim", gemma.gemma_common, BY_HEAD_DIM, reloaded("gemma3-head-dim-scalar")),
     defect("positions not divided", rope.frequencies, given(factor=1.0), decoding("gemma3-linear")),
     defect("yarn's attention factor left out", TABLE, given(attention_factor=1.0), decoding("llama-yarn")),
-    defect("mscale ignored", rope_config._attention_factor, without_mscale, reloaded("llama-yarn-mscale")),
+    defect("mscale ignored", rope._attention_factor, without_mscale, reloaded("llama-yarn-mscale")),
     defect("yarn's bounds always truncated", YARN, given(truncate=True), decoding("llama-yarn-untruncated")),
     defect("yarn keeps low frequencies", YARN, other_frequencies_divided, decoding("qwen3-yarn")),
     defect("dynamic base a position late", THETA, base_of_the_position_before, decoding("llama-dynamic")),

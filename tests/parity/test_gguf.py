@@ -19,10 +19,11 @@ from transformers.utils import is_gguf_available
 
 from foredraft import CheckpointError
 from foredraft.kernels.compilation import library
-from foredraft.model.gguf import family_config, gguf_config, tensors
-from foredraft.model.hub import resolve
+from foredraft.model.families import IN_GGUF
+from foredraft.model.gguf import gguf_config, tensors
+from foredraft.model.gguf.gguf_config import MetadataReader
 from foredraft.model.runner import Runner
-from foredraft.model.spec import ModelSpec
+from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import TOTAL, close, prompt_logits
 from tests.support.checkpoints import save_checkpoint, save_variant
@@ -145,7 +146,7 @@ def test_logits_of_a_file_equal_those_of_its_checkpoint(variant: str, tmp_path: 
 
 def test_every_family_of_the_table_has_a_file() -> None:
     assert {variant.split("-")[0] for variant in OF_NORMS} == gguf_norms.ARCHITECTURES.keys()
-    assert set(gguf_norms.ARCHITECTURES.values()) <= gguf_config.ARCHITECTURES.keys()
+    assert set(gguf_norms.ARCHITECTURES.values()) <= IN_GGUF.keys()
 
 
 @pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt_neox"])
@@ -171,7 +172,7 @@ def test_another_length_of_growth_is_refused(tmp_path: Path) -> None:
         writer.add_attn_temperature_length(64)
 
     with pytest.raises(CheckpointError, match="temperature_length"):
-        ModelSpec.from_folder(resolve(write_gguf(folder, tmp_path / "model.gguf", edit=edit)))
+        resolve(write_gguf(folder, tmp_path / "model.gguf", edit=edit))
 
 
 # --- planted defects ------------------------------------------------------------------------------------
@@ -196,12 +197,12 @@ whole_head_rotated = around(
 )
 
 MUTANTS: list[tuple[str, Any, Mutation]] = [
-    ("phi3-longrope-long", family_config._factors, factors_exchanged),
+    ("phi3-longrope-long", MetadataReader.factors, factors_exchanged),
     ("granite", tensors.row_order, rows_left),
     ("smollm3", tensors.row_order, rows_left),
     ("gpt_neox", tensors.row_order, rows_left),
     ("cohere2", gguf_config.config_of, windows_shifted),
-    ("stablelm", family_config._partial, whole_head_rotated),
+    ("stablelm", MetadataReader.partial_rope, whole_head_rotated),
 ]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from foredraft.errors import CheckpointError
-from foredraft.model import config, rope, rope_config, spec, unsupported
-from foredraft.model.families import llama, shared
+from foredraft.model import config, rope, spec, unsupported
+from foredraft.model.families import shared
 from foredraft.model.spec import ModelSpec
 from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, NEUTRAL
 from recipes.reference_keys import TABLE, table
@@ -328,7 +328,13 @@ other_positions = around(
     lambda family_of, config: (family_of(config)[0], replace(family_of(config)[1], positions=8192))
 )
 biases_everywhere = around(
-    lambda fields, read, *sizes: fields(read, *sizes) | {"output_bias": read.flag("attention_bias")}
+    lambda family_of, config: (
+        family_of(config)[0],
+        replace(
+            (family := family_of(config)[1]),
+            fields=lambda read: family.fields(read) | {"output_bias": read.flag("attention_bias")},
+        ),
+    )
 )
 whole_length_ignored = argument(3, lambda original: None)
 
@@ -349,20 +355,22 @@ MUTANTS = [
     ),
     defect(
         "length of the whole config ignored",
-        rope_config._read_one,
+        rope._read_one,
         whole_length_ignored,
         check("llama", ORIGINAL),
     ),
-    defect("truncate of Gemma 3 ignored", rope._yarn, given(truncate=True), check("gemma3", UNTRUNCATED)),
+    defect(
+        "truncate of Gemma 3 ignored", rope._by_channel, given(truncate=True), check("gemma3", UNTRUNCATED)
+    ),
     defect(
         "the window of a Llama's cache ignored",
-        llama.longest,
+        shared.longest,
         lambda longest: lambda read: read.seen.add("sliding_window"),
         window_of_a_llama,
     ),
     defect(
         "attention_bias of Qwen 2 honoured",
-        llama.llama_like,
+        spec._family,
         biases_everywhere,
         check("qwen2", {"attention_bias": True}),
         CheckpointError,

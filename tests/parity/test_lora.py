@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from foredraft.model.checkpoint import CheckpointTensors
-from foredraft.model.lora import folder, merging
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import LoraConfig
-from foredraft.model.lora.lora_tensors import LowRankUpdate, Replacement, Shift
+from foredraft.model.lora import merging
+from foredraft.model.lora.adapter import LoraConfig, LowRankUpdate, Replacement, Shift
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import close, prompt_logits
@@ -52,7 +51,7 @@ def merged_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint as a decoder in `dtype` gets it."""
     with ExitStack() as stack:
         tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype)
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.files.items()}
+        shapes = {name: stored.shape for name, stored in tensors.files.items()}
         return {name: tensors.load({name: shape}) for name, shape in shapes.items()}
 
 
@@ -194,7 +193,7 @@ MUTANTS = [
     defect("products ignored", merging.changed, without(LowRankUpdate), logits("all-linear")),
     defect("bias of B ignored", merging.changed, without(Shift), logits("lora-bias")),
     defect("bias of B not scaled", merging.changed, UNSCALED_SHIFT, weights("lora-bias")),
-    defect("tied embedding changed with the head", folder._unties, lambda sound: lambda lora: False, logits("tied-embedding")),
+    defect("tied embedding changed with the head", merging._unties, lambda sound: lambda lora: False, logits("tied-embedding")),
     defect("last LoRA alone", merging.changed_tensors, last_lora_alone, test_several_loras_add_up),
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.cli import main
-from foredraft.model.hub import resolve
+from foredraft.model.source import resolve
 from tests.support import real_models
 from tests.support.loaded import engine_of
 from tests.support.strings import strings
@@ -62,7 +62,7 @@ def test_every_drafter_writes_the_plain_text(smollm2: Path, name: str, made: Pat
 @pytest.mark.heavy
 def test_tokens_are_those_of_transformers(smollm2: Path) -> None:
     """Without digits, of which transformers 5.23 does not know the rule of these vocabularies ("smollm")."""
-    found = Tokenizer.from_file(str(resolve(smollm2) / "tokenizer.json"))
+    found = Tokenizer.from_buffer(resolve(smollm2).tokenizer_json)
     reference = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     compared = [text for text in strings(2000) if not any(each.isnumeric() for each in text)]
     assert len(compared) > 1000
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_transformers(smollm2: Path) -> None:
 
 def test_digits_are_words_of_their_own(smollm2: Path) -> None:
     """The spaces before a digit are a word, too; GPT-2 leaves the last of them to the digit."""
-    found = Tokenizer.from_file(str(resolve(smollm2) / "tokenizer.json"))
+    found = Tokenizer.from_buffer(resolve(smollm2).tokenizer_json)
     assert found.encode("12  1").tokens == ["1", "2", "ĠĠ", "1"]
 
 
@@ -99,7 +99,7 @@ def test_gemma_past_its_window(gemma: Path, smollm2: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_gemmas_tokens_are_those_of_transformers(gemma: Path) -> None:
     """But for a spelt U+2581 and long runs of spaces, which transformers reads unlike the model's own tokenizer."""
-    found = Tokenizer.from_file(str(resolve(gemma) / "tokenizer.json"))
+    found = Tokenizer.from_buffer(resolve(gemma).tokenizer_json)
     reference = AutoTokenizer.from_pretrained(gemma.parent, gguf_file=gemma.name)
     for text in strings(2000):
         if "\N{LOWER ONE EIGHTH BLOCK}" not in text and " " * 17 not in text:

@@ -27,6 +27,7 @@ from foredraft.kinds import DRAFTERS as KINDS
 from foredraft.kinds.compatibility import asset_options
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import Forward
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from tests.support import parts
 from tests.support.forking import PREDICTED, ForkingNoise
@@ -210,7 +211,7 @@ def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, posit
     assert asset is not None
     spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
     search = AssetSearch(
-        target=Checkpoint(Path("tabular"), spec, None, torch.float32),
+        target=Checkpoint(ModelSource(Path("tabular")), spec, None, torch.float32),
         device=CPU,
         options=dict.fromkeys(asset_options()),
         read_draft=lambda: pytest.fail("there is no draft model"),

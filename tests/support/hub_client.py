@@ -16,7 +16,7 @@ from huggingface_hub import constants, hf_api
 
 from foredraft.cli import main
 from foredraft.errors import CheckpointError
-from foredraft.model.hub import resolve
+from foredraft.model.source import resolve
 from tests.support.hub_server import Hub
 from tests.support.running import forked, run_code
 
@@ -57,7 +57,7 @@ class Client:
 
     def resolve(self, *arguments: str, **environment: str) -> Path:
         with self.reading(environment):
-            return resolve(*arguments)
+            return resolve(*arguments).path
 
     def refused(self, *arguments: str, **environment: str) -> str:
         """Return the message of the CheckpointError that `resolve` raises."""

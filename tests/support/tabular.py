@@ -31,8 +31,8 @@ from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.step_draws import Drawn, StepLogits, next_in_draw
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
 from foredraft.model.cache import Span
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Leaves, Resume, SamplingInputs
+from foredraft.model.spec import Plan
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that is read for NaN alone

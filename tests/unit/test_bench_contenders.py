@@ -27,7 +27,7 @@ from foredraft.decode.engine_target import SILENT
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kinds import POLICIES
 from foredraft.loading.checkpoints import make_policy
-from foredraft.model.hub import resolve
+from foredraft.model.source import ModelSource, resolve
 from foredraft.profiling import profile
 from foredraft.profiling.profile import Profile
 from foredraft.profiling.timing import RoundTimer, draft_seconds, observed, replaced
@@ -52,7 +52,9 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> BenchContext:
     llm = foredraft.load(
         target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3, policy="fixed"
     )
-    return BenchContext(llm, target, draft, torch.float32, torch.device("cpu"), 64, max_draft=3)
+    return BenchContext(
+        llm, ModelSource(target), ModelSource(draft), torch.float32, torch.device("cpu"), 64, max_draft=3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +373,7 @@ def test_a_missing_program_fails_if_named(context: BenchContext, monkeypatch: py
 
 def test_methods_lacking_a_draft_are_refused(context: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "llama-cpp-python")
-    alone = foredraft.load(context.target, device="cpu", max_batch=1, max_length=64)
+    alone = foredraft.load(context.target.path, device="cpu", max_batch=1, max_length=64)
     without = BenchContext(alone, context.target, None, torch.float32, torch.device("cpu"), 64)
     for name in ("draft-model", "retokenize", "bild", "transformers-assisted"):
         with pytest.raises(ConfigError, match=f"{name} needs a draft model"):

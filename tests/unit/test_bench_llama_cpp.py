@@ -16,8 +16,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.llama_cpp import LlamaCpp, write_gguf
 from foredraft.errors import ConfigError
-from foredraft.model.hub import resolve
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.source import resolve, source_of
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.quantising import KINDS, quantise
 
@@ -68,7 +67,7 @@ def logits(model: Path, dtype: torch.dtype) -> torch.Tensor:
 
 def context(folder: Path, llm: Any = None, **keys: Any) -> BenchContext:
     common: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "positions": 256}
-    return BenchContext(llm, folder, None, **{**common, **keys})
+    return BenchContext(llm, source_of(folder), None, **{**common, **keys})
 
 
 class TestFile:
@@ -102,7 +101,7 @@ class TestFile:
         tokenizer.add_tokens(["<tool>"])
         tokenizer.save(str(save_checkpoint(tmp_path, vocab_size=400) / "tokenizer.json"))
         write_gguf(tmp_path, tmp_path / "model.gguf", torch.float32, vocabulary=True)
-        own, found = (Tokenizer.from_folder(each) for each in (tmp_path, resolve(tmp_path / "model.gguf")))
+        own, found = (resolve(each).tokenizer() for each in (tmp_path, tmp_path / "model.gguf"))
         assert own is not None and found is not None
         assert found.special == own.special
         text = "<|end|>a<tool>"

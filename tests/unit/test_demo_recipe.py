@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,7 +200,7 @@ def test_the_shipped_sampling_defaults_are_those_that_the_recipe_writes(tmp_path
     made = (tmp_path / "made/generation_config.json").read_text()
     for folder in (demo.target_path(), demo.draft_path()):
         assert (folder / "generation_config.json").read_text() == made
-    assert generation_defaults(demo.target_path(), 4096) == {"temperature": 0.8, "top_p": 0.95}
+    assert generation_defaults(json.loads(made), tmp_path, 4096) == {"temperature": 0.8, "top_p": 0.95}
 
 
 class TestGrowth:

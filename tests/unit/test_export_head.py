@@ -137,7 +137,7 @@ def check_gguf(target: Path, folder: Path, source: str) -> None:
         assert torch.equal(found, tensor), name
     if "d2t" in stored:
         ids = values["d2t"].view(torch.int64)
-        assert file.tensors["d2t"].kind == "I64"
+        assert file.tensors["d2t"].dtype == "I64"
         assert torch.equal(ids, stored["d2t"] + torch.arange(len(ids))), "the ids themselves"
     assert file.metadata["eagle3.target_layers"] == list(record.aux_layers or (2, 3, 4))
     assert file.metadata["eagle3.norm_before_residual"] == record.norm_before_residual

@@ -12,7 +12,7 @@ from foredraft.kernels.compilation import library
 from foredraft.kernels.pool import Arena
 from foredraft.model.quantisation import BITS, CodeFormat, Codes, quantise
 from foredraft.model.quantisation.codes import MOST, SUPER, codebook_values, define
-from foredraft.model.quantisation.scheme import integer_product, rounded_to_integers
+from foredraft.model.quantisation.scheme import rounded_to_integers
 from foredraft.model.runner.native import (
     NativeCodes,
     code_native,
@@ -22,6 +22,7 @@ from foredraft.model.runner.native import (
     pack_pieces,
 )
 from foredraft.model.runner.native.products import multiplies_integers
+from tests.support.integers import integer_product
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]

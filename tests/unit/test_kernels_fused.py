@@ -20,8 +20,8 @@ from foredraft.decode.step_draws import StepLogits, draw, next_in_draw
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
+from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_variant
 from tests.support.compiling import Defects
@@ -189,7 +189,7 @@ def test_a_mask_without_a_finite_logit_draws_nothing(sampled: bool) -> None:
 def test_non_finite_logits_are_reported(sampled: bool) -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache = filled(runner)
-    cache.memory[0, 1, 2, 0, 1] = float("nan")
+    cache.data[0, 1, 2, 0, 1] = float("nan")
     drafted = fused(runner, cache, sampled)
     assert not drafted.finite[2].any()
     assert all(drafted.finite[row, :count].all() for row, count in enumerate(LENGTHS) if row != 2)

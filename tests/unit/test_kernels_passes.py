@@ -18,9 +18,9 @@ from torch import Tensor
 from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner, unserved_because
 from foredraft.model.runner.native.products import NativeLinear, pack_native
+from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from tests.support import variants_norms
 from tests.support.caches import dense

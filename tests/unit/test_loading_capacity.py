@@ -18,7 +18,7 @@ from foredraft import ConfigError, loading
 from foredraft.kernels.compilation import library
 from foredraft.loading import machine_limits as memory
 from foredraft.loading import runners as devices
-from foredraft.model import checkpoint, weights
+from foredraft.model import source, weights
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner.compiled import packs
 from foredraft.model.runner.native import NativeCodes, unserved_because
@@ -182,7 +182,7 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     if not (packs(CPU, dtype) if layout == "packed" else served):
         pytest.skip(f"products are not {layout} here")
     decoder = load_decoder(folder, CPU, dtype, native=native)
-    monkeypatch.setattr(checkpoint, "SafetensorsFile", None)  # counting opens no file
+    monkeypatch.setattr(source, "SafetensorsFile", None)  # counting opens no file
     counted = weight_bytes(spec, CPU, dtype, native=native)
     assert counted == held(decoder)
     # an output matrix that oneDNN packs cannot serve as the embedding
@@ -224,7 +224,7 @@ def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(loading.runners, "load_decoder", None)  # errors come before a weight is read
-    monkeypatch.setattr(checkpoint, "SafetensorsFile", None)
+    monkeypatch.setattr(source, "SafetensorsFile", None)
 
 
 def size(folder: Path, dtype: torch.dtype) -> int:

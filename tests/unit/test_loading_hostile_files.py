@@ -19,7 +19,7 @@ from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.loading import capacity, options_for
 from foredraft.loading.capacity import CacheLimits, cache_size
 from foredraft.loading.checkpoints import default_params, find_target
-from foredraft.model import checkpoint, config, spec
+from foredraft.model import config, source, spec
 from foredraft.model.config import MAX_DEPTH, MAX_KEY_WIDTH, MAX_WIDTH, MOST, parse_json
 from foredraft.model.weights import load_decoder
 from tests.support import checkpoints
@@ -206,7 +206,7 @@ def test_json_may_nest_up_to_a_bound(deep: str) -> None:
 DEFECTS: list[tuple[str, Any, Mutation, str, dict[str, str]]] = [
     ("JSON of any depth", parse_json, lambda sound: json.loads, "config.json", {"a": RAW["deep list"]}),
     ("JSON of any depth in plans", parse_json, lambda sound: json.loads, "foredraft plan", {"a": RAW["deep object"]}),
-    ("any file name", checkpoint.is_file_name, lambda sound: lambda text: True, "model.safetensors.index.json", {"a": '{"x": "' + 9999 * "x" + '"}'}),
+    ("any file name", source.is_file_name, lambda sound: lambda text: True, "model.safetensors.index.json", {"a": '{"x": "' + 9999 * "x" + '"}'}),
     ("numbers that no float holds", strict_records._is, lambda sound: lambda value, hint: hint is float or sound(value, hint), "foredraft plan", {"a": RAW["null"]}),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from foredraft.loading.inspection import Inspection, inspect_models
 from foredraft.model import weights
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import weight_headers
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.adapters import save_adapter
@@ -61,9 +62,9 @@ def test_no_weight_is_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     copies, decoders = [], []
     sound = inspection.load_decoder
 
-    def noted(folder: Path, device: str, *rest: Any, **named: Any) -> Any:
-        decoders.append((folder.name, device))
-        return sound(folder, device, *rest, **named)
+    def noted(source: ModelSource, device: str, *rest: Any, **named: Any) -> Any:
+        decoders.append((source.path.name, device))
+        return sound(source, device, *rest, **named)
 
     monkeypatch.setattr(weights, "pack_native", lambda *given: copies.append(given))
     monkeypatch.setattr(inspection, "load_decoder", noted)

@@ -1,15 +1,19 @@
-"""Bytes of ids and ids of texts, for every kind of tokenizer."""
+"""Bytes of ids, kept in the user's cache, and ids of texts, for every kind of tokenizer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
-from foredraft.model.byte_codec import ByteCodec, characters
+from foredraft.model import byte_codec as module
+from foredraft.model.byte_codec import ByteCodec, characters, kept_bytes
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets
 from tests.support.checkpoints import TEXT
@@ -101,3 +105,84 @@ def test_all_ids_are_within_the_models_vocabulary(name: str) -> None:
     assert size in beyond.encode(text)
     assert within.specials == {token: id for token, id in beyond.specials.items() if token != "<tool>"}
     assert (beyond.prefix, within.prefix) == ([size + 1, 1], [1])
+
+
+# --- in the user's cache ------------------------------------------------------------------------------------
+
+TABLE = [b"a", None, b"", b"\xc3", "いろ".encode(), None]
+ALPHABET, SPACED = TOKENIZERS["byte-level"], TOKENIZERS["sentencepiece"]
+CHANGED = alphabets.changed(alphabets.sentencepiece(), lambda content: content["decoder"]["decoders"].pop())
+OTHER_DECODER, SMALLER = Tokenizer(CHANGED), Tokenizer(alphabets.byte_level(), model_vocab_size=5)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "MIN_IDS", 1)
+    return tmp_path / module.KIND
+
+
+def made(table: Iterable[bytes | None] = TABLE) -> Callable[[], Iterable[bytes | None]]:
+    return lambda: table
+
+
+def not_made() -> Iterable[bytes | None]:
+    pytest.fail("the table was made again")
+
+
+def test_a_table_is_read_back_as_it_was_made_or_made_again(cache: Path) -> None:
+    assert kept_bytes(ALPHABET, 6, made()) == kept_bytes(ALPHABET, 6, not_made) == TABLE
+    [file] = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+    assert kept_bytes(ALPHABET, 6, made([b"new"] * 6)) == kept_bytes(ALPHABET, 6, not_made) == [b"new"] * 6
+
+
+def test_other_bytes_are_another_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tokens, of fewer, of another size, decoder, rule or version of the library."""
+    assert SPACED.fingerprint == OTHER_DECODER.fingerprint
+    others = [(ALPHABET, 6), (TOKENIZERS["coarse byte-level"], 6), (SMALLER, 6), (ALPHABET, 7)]
+    for number, (tokenizer, size) in enumerate([*others, (SPACED, 6), (OTHER_DECODER, 6)]):
+        table = [b"%d" % number] * size
+        assert kept_bytes(tokenizer, size, made(table)) == table
+    for owner, name, value in ((module, "RULE", -1), (tokenizers, "__version__", "0.0.0")):
+        monkeypatch.setattr(owner, name, value)
+        assert kept_bytes(ALPHABET, 6, made([b"other"] * 6)) == [b"other"] * 6
+
+
+def test_only_the_newest_tables_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TABLES", 3)
+    for size in range(1, 7):
+        kept_bytes(ALPHABET, size, made([b"x"] * size))
+    assert len([*cache.iterdir()]) == 3
+    for size in (4, 5, 6):
+        kept_bytes(ALPHABET, size, not_made)
+
+
+def test_small_tables_are_not_kept_nor_is_any_without_a_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MIN_IDS", 7)
+        assert kept_bytes(ALPHABET, 6, made()) == TABLE
+        assert not cache.exists()
+    cache.write_text("a file where the folder would be")
+    for folder in (str(cache.parent), ""):
+        monkeypatch.setenv("FOREDRAFT_CACHE", folder)
+        for table in (TABLE, TABLE[::-1]):
+            assert kept_bytes(ALPHABET, 6, made(table)) == table
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_a_codec_has_the_bytes_that_the_library_decodes(name: str, cache: Path) -> None:
+    """Of every id: made one by one, made at once, and read from the cache."""
+    tokenizer, size = TOKENIZERS[name], 700
+    fresh, at_once, kept = (ByteCodec(tokenizer) for _ in range(3))
+    table = at_once.table(size)
+    assert table == kept.table(size) == [fresh.of(id) or b"" for id in range(size)]
+    assert [at_once.of(id) for id in range(size)] == [kept.of(id) for id in range(size)]
+    context = fresh.encode("a")
+    before = tokenizer.text(context, False)
+    for id in range(tokenizer.inner.get_vocab_size()):
+        after = tokenizer.text([*context, id], False)
+        if id not in tokenizer.special and "\N{REPLACEMENT CHARACTER}" not in after:
+            assert table[id].decode() == after[len(before) :]

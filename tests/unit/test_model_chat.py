@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import CheckpointError, RequestError
-from foredraft.model import chat as module
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
@@ -29,39 +28,6 @@ CHATML = """{% for message in messages %}
 {% if add_generation_prompt %}
 {{ '<|im_start|>assistant\\n' }}
 {% endif %}
-"""
-HEADERS = """{%- for message in messages %}
-    {%- set text = '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|turn|>' %}
-    {%- if loop.index0 == 0 %}
-        {%- set text = bos_token + text %}
-    {%- endif %}
-    {{- text }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}
-"""
-INSTRUCT = """{%- if messages[0]['role'] == 'system' -%}
-    {%- set system = messages[0]['content'] -%}
-    {%- set rest = messages[1:] -%}
-{%- else -%}
-    {%- set rest = messages -%}
-{%- endif -%}
-{{- bos_token -}}
-{%- for message in rest -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{- raise_exception('After the optional system message, roles must alternate user/assistant!') -}}
-    {%- endif -%}
-    {%- if message['role'] == 'user' -%}
-        {%- if loop.last and system is defined -%}
-            {{- '[INST] ' + system + '\\n\\n' + message['content'] + '[/INST]' -}}
-        {%- else -%}
-            {{- '[INST] ' + message['content'] + '[/INST]' -}}
-        {%- endif -%}
-    {%- elif message['role'] == 'assistant' -%}
-        {{- ' ' + message['content'] + eos_token -}}
-    {%- else -%}
-        {{- raise_exception('Only user and assistant roles are supported!') -}}
-    {%- endif -%}
-{%- endfor -%}
 """
 NO_SYSTEM = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 THINKING = """{%- set ns = namespace(last=messages|length - 1, found=false) %}
@@ -104,20 +70,7 @@ TOOLS = """{%- if tools %}
 {%- endif %}
 {%- if documents %}{%- for document in documents %}{{- document.title + ': ' + document.text + '\\n' }}{%- endfor %}{%- endif %}
 {%- for message in messages %}{{- message | tojson(sort_keys=true, separators=(',', ':')) }}{%- endfor %}"""
-TRAINED = """{% for message in messages %}
-  {% if message.role == 'assistant' %}
-    {% generation %}
-    {% set word = message.content %}
-{{ word }}<|im_end|>
-    {% endgeneration %}
-  {% else %}
-{{ message.role }}: {{ message.content }}
-  {% endif %}
-{{ word }}
-{% endfor %}
-"""
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "instruct": INSTRUCT, "no-system": NO_SYSTEM}
-TEMPLATES |= {"thinking": THINKING, "dated": DATED, "tools": TOOLS, "trained": TRAINED}
+TEMPLATES = {"chatml": CHATML, "no-system": NO_SYSTEM, "thinking": THINKING, "dated": DATED, "tools": TOOLS}
 
 USER = {"role": "user", "content": '  Is 2 < 3 & "so" on? 漢🙂 '}
 REPLY = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
@@ -132,10 +85,9 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "It's <wet> in Zürich", "parameters": {"type": "object"}},
 }
-CONVERSATIONS = [[USER], [USER, REPLY, AGAIN], [SYSTEM, USER], [SYSTEM, USER, REPLY, AGAIN, REPLY]]
-
-
-WORDS = st.text(st.sampled_from("ab \n'\"<&é漢🙂{}%\\"), max_size=8)
+WORDS = st.sampled_from([REPLY["content"], USER["content"]]) | st.text(
+    st.sampled_from("ab \n'\"<&é漢🙂{}%\\"), max_size=8
+)
 TURNS = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}),
     min_size=1,
@@ -196,15 +148,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, template in TEMPLATES.items():
         save(folder / name, template)
     return folder
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda m: "-".join(x["role"][0] for x in m))
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_renders_as_in_transformers(
-    folders: Path, name: str, messages: list[dict[str, Any]]
-) -> None:
-    for prompt in (True, False):
-        assert_alike(folders / name, messages, add_generation_prompt=prompt)
 
 
 def assert_continued_alike(folder: Path, messages: list[dict[str, Any]]) -> bool:
@@ -500,38 +443,29 @@ def test_malformed_messages_and_variables_without_effect_are_refused(
 
 # --- templates that take a text as a list of parts ---------------------------------------------------------
 
-ALONE = (
-    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
-)
-FIRST = "{% for m in messages %}<{{ m.role }}>{{ m['content'][0]['text'] }}{% endfor %}"
-BOTH = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
-)
-AS_IT_IS = "{% for m in messages %}<{{ m.role }}>{{ m.content }} (text){% endfor %}"
+PART = "{% for part in m.content %}{% if part.type == 'text' %}[{{ part.text }}]{% endif %}{% endfor %}"
+FIRST = "[{{ m['content'][0]['text'] }}]"
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + PART + "{% endif %}"
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
-def rendered(template: str, **more: object) -> str:
-    return ChatTemplate({"default": template}).render(SAID, **more)  # type: ignore[arg-type]
+def rendered(shown: str, messages: Any = SAID, **more: Any) -> str:
+    return ChatTemplate({"default": "{% for m in messages %}" + shown + "{% endfor %}"}).render(
+        messages, **more
+    )
 
 
 def test_a_template_of_parts_alone_shows_texts() -> None:
-    for template in (ALONE, FIRST):
-        assert rendered(template) == "<user>Hi<assistant>Ho"
-        assert rendered(template, continue_final_message=True) == "<user>Hi<assistant>Ho"
+    for shown in (PART, FIRST):
+        assert rendered(shown) == "[Hi][Ho]"
+        assert rendered(shown, continue_final_message=True) == "[Hi][Ho"
 
 
 def test_a_template_that_takes_texts_gets_texts() -> None:
-    assert rendered(BOTH) == "<user>Hi<assistant>Ho"
-    assert rendered(AS_IT_IS) == "<user>Hi (text)<assistant>Ho (text)"
-
-
-def test_parts_stay_as_they_are_given() -> None:
+    assert rendered(EITHER) == "HiHo"
+    assert rendered("{{ m.content }} (text)") == "Hi (text)Ho (text)"
     parts = [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]
-    assert ChatTemplate({"default": ALONE}).render(parts) == "<user>AB"
-    assert ChatTemplate({"default": BOTH}).render(parts) == "<user>[A][B]"
+    assert rendered(EITHER, parts) == rendered(PART, parts) == "[A][B]", "as they are given"
 
 
 @pytest.mark.parametrize(
@@ -542,5 +476,5 @@ def test_parts_stay_as_they_are_given() -> None:
     ],
 )
 def test_a_defect_is_caught(answer: bool, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sometimes = defect("parts", module.takes_parts_alone, lambda sound: lambda render: answer, check)
-    assert_caught(sometimes, monkeypatch)
+    told = defect("parts", ChatTemplate._takes_parts_alone, lambda sound: lambda chat, source: answer, check)
+    assert_caught(told, monkeypatch)

@@ -19,15 +19,15 @@ from foredraft.kernels.compilation import library
 from foredraft.model.checkpoint import first_values, weight_headers
 from foredraft.model.config import generation_defaults
 from foredraft.model.decoder import Decoder
-from foredraft.model.gguf import family_config, tensors
-from foredraft.model.hub import resolve
+from foredraft.model.families import gemma
+from foredraft.model.gguf import tensors
 from foredraft.model.quantisation import CodeFormat, Codes, scheme
-from foredraft.model.quantisation.blocks import formats
-from foredraft.model.quantisation.reading import GGUFFormat
+from foredraft.model.quantisation import blocks as formats
+from foredraft.model.quantisation.blocks import GGUFFormat
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
+from foredraft.model.source import resolve
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import ROPES, TEXT, save_checkpoint
 from tests.support.mutation import Mutant, assert_caught, defect
@@ -93,7 +93,7 @@ def test_a_file_of_float32_is_its_checkpoint(name: str, tmp_path: Path) -> None:
     family, keys = MODELS[name]
     folder = save_checkpoint(tmp_path / "model", family, tokenizer=True, **keys)
     file = write_gguf(folder, tmp_path / "model.gguf")
-    spec, found = ModelSpec.from_folder(folder), ModelSpec.from_folder(resolve(file))
+    spec, found = ModelSpec.from_folder(folder), resolve(file).spec
     assert found == spec
     check_same(folder, file)
 
@@ -103,7 +103,7 @@ def test_the_end_of_a_turn_ends_a_text_where_a_file_names_no_end(tmp_path: Path)
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<pad>", "<|im_end|>"))
     file = write_gguf(folder, tmp_path / "model.gguf")
-    assert ModelSpec.from_folder(resolve(file)).eos_token_ids == (0,)
+    assert resolve(file).spec.eos_token_ids == (0,)
 
 
 OTHERS = dict.fromkeys(("BF16", "Q8_0", "Q4_0"), "bfloat16")
@@ -112,15 +112,15 @@ OTHERS = dict.fromkeys(("BF16", "Q8_0", "Q4_0"), "bfloat16")
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), *OTHERS.items()])
 def test_the_dtype_is_that_of_the_matrices(kind: str, dtype: str, tmp_path: Path) -> None:
     file = write_gguf(save_checkpoint(tmp_path / "model", **WIDE), tmp_path / "model.gguf", kind)
-    assert ModelSpec.from_folder(resolve(file)).dtype == dtype
+    assert resolve(file).spec.dtype == dtype
     own = write_gguf(save_checkpoint(tmp_path / "own", "gemma2", **WIDE), tmp_path / "own.gguf", kind)
-    assert ModelSpec.from_folder(resolve(own)).dtype == ("float32" if kind == "F32" else "bfloat16")
+    assert resolve(own).spec.dtype == ("float32" if kind == "F32" else "bfloat16")
 
 
 def test_the_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", tokenizer=True)
     file = write_gguf(folder, tmp_path / "model.gguf")
-    own, found = (Tokenizer.from_folder(each) for each in (folder, resolve(file)))
+    own, found = (resolve(each).tokenizer() for each in (folder, file))
     assert own is not None and found is not None
     assert found.fingerprint == own.fingerprint and found.special == own.special
     ids = own.encode(TEXT)
@@ -154,7 +154,7 @@ def test_sampling_defaults_come_from_the_file(
         writer.add_int32("general.sampling.top_k", 20)
 
     file = write_gguf(save_checkpoint(tmp_path / "model"), tmp_path / "model.gguf", edit=edit)
-    assert generation_defaults(resolve(file), 97) == {"temperature": 0.6, "top_k": 20}
+    assert generation_defaults(resolve(file).generation or {}, file, 97) == {"temperature": 0.6, "top_k": 20}
     file = write_gguf(tmp_path / "model", file, edit=lambda w: w.add_float32("general.sampling.temp", -1.0))
     foredraft.load(file, device="cpu", max_length=64).close()
     assert f"{file}: temperature is -1.0" in caplog.text and str(cache) not in caplog.text
@@ -255,7 +255,7 @@ def check_gemma4(name: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_checkpoint(Path(temporary) / "model", "gemma4", **GEMMA4[name])
         file = write_gemma4(folder, folder / "model.gguf", "F32")
-        spec, found = ModelSpec.from_folder(folder), ModelSpec.from_folder(resolve(file))
+        spec, found = ModelSpec.from_folder(folder), resolve(file).spec
         ends = {"eos_token_ids": spec.eos_token_ids, "bos_token_id": spec.bos_token_id}  # of the vocabulary
         assert replace(found, **ends) == spec
         check_same(folder, file, torch.float32)
@@ -298,8 +298,8 @@ DEFECTS = [
     defect("norms keep the one", tensors.adds_one, lambda sound: lambda *_: False, F32("gemma2")),
     defect("high halves first", formats.fields, lambda sound: lambda *of: sound(*of).flip(-2), Q4_K("qwen2")),
     defect("norms lose one", tensors.adds_one, lambda sound: lambda kind, name: "norm." in name, KEYS_AS_VALUES),
-    defect("all frequencies turn", family_config._turning, lambda sound: lambda *_: 1.0, SHARED_KEYS),
-    defect("values are no keys", family_config._joined, lambda sound: lambda *_: False, KEYS_AS_VALUES, CheckpointError),
+    defect("all frequencies turn", gemma._turning, lambda sound: lambda *_: 1.0, SHARED_KEYS),
+    defect("values are no keys", gemma._joined, lambda sound: lambda *_: False, KEYS_AS_VALUES, CheckpointError),
 ]  # fmt: skip
 
 

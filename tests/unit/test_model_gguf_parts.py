@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
 import shutil
 import struct
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,9 @@ import torch
 from foredraft.cli import main
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
-from foredraft.model.gguf import folder as folders
-from foredraft.model.gguf import tensors
-from foredraft.model.gguf.folder import checkpoint_folder
-from foredraft.model.gguf.tensors import RECORD, open_tensors, part_names
-from foredraft.model.hub import resolve
+from foredraft.model.gguf import source, tensors
+from foredraft.model.gguf.tensors import part_names
+from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import save_checkpoint
 from tests.support.gguf_files import write_gguf
@@ -119,11 +114,10 @@ def test_a_part_that_changes_is_noticed(number: int, folder: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
     with pytest.raises(CheckpointError, match="has changed while it was used"):
         load_decoder(made)
-    assert resolve(folder) == made
-    load_decoder(made)  # made again
+    load_decoder(again := resolve(folder))
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read" if number == 1 else "has changed while"):
-        load_decoder(made)
+        load_decoder(again)
 
 
 @pytest.mark.parametrize(("number", "given"), [(1, 0), (2, 0), (2, 1), (1, 2), (3, 1), (1, 3)])
@@ -233,7 +227,7 @@ def test_a_folder_with_several_files_lists_them(folder: Path, model: Path) -> No
     listed = "m-00001-of-00003.gguf, other-Q8_0.gguf"
     assert refusal(folder) == f"{folder} holds several GGUF files: {listed}; give one of them"
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    assert resolve(folder) == folder, "safetensors come first"
+    assert resolve(folder).path == folder, "safetensors come first"
 
 
 # --- files of another kind ------------------------------------------------------------------------------------
@@ -278,57 +272,24 @@ def test_a_hole_in_the_metadata_is_not_read(value: str, tmp_path: Path) -> None:
     assert "more than any model has" in refusal(file)
 
 
-# --- the folder of a file: one race, no room and no right to write cost nothing but time ---------------
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "model", "llama", tokenizer=True)
-    return write_gguf(tmp_path / "model", tmp_path / "model.gguf", "F32")
-
-
-def test_sixteen_at_once_get_one_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All have made its files before one of them writes: each rename but one loses."""
-    barrier, files = threading.Barrier(16), folders._files
-
-    def at_once(*of: Any) -> Any:
-        made = files(*of)
-        barrier.wait(60)
-        return made
-
-    monkeypatch.setattr(folders, "_files", at_once)
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(checkpoint_folder, [file] * 16))
-    assert len(set(found)) == 1 and (found[0] / "config.json").is_file()
-    assert "cache" in str(found[0])
-    assert [path.name for path in found[0].parent.iterdir()] == [found[0].name], "nothing is left over"
+# --- what is kept of a file ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_cache_that_cannot_be_written_gives_a_temporary_folder(
-    number: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
+    number: int, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Path.write_text
-
-    def refuse(self: Path, *given: Any, **more: Any) -> int:
-        if (tmp_path / "cache") in self.parents:
-            raise OSError(number, "refused", str(self))
-        return write(self, *given, **more)
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    found = checkpoint_folder(file)
-    assert tmp_path not in found.parents and (found / "config.json").is_file()
-    assert checkpoint_folder(file) == found
-    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(number, "refused")))
-    other = write_gguf(tmp_path / "model", tmp_path / "other.gguf", "F32")
-    with pytest.raises(CheckpointError, match=r"cannot be written \(refused\); make room there"):
-        checkpoint_folder(other)
+    kept = resolve(whole)
+    source._content.cache_clear()
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(number, "refused")))
+    found = resolve(whole)
+    assert (found.config, found.tokenizer_json) == (kept.config, kept.tokenizer_json)
 
 
-@pytest.mark.parametrize(
-    "record", [{}, {"file": 3, "identity": []}, {"file": "/x"}, {"file": "/x", "identity": 3}]
-)
-def test_a_record_that_names_no_file_is_one_error(record: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / RECORD).write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="does not say which GGUF file"):
-        open_tensors(tmp_path, torch.device("cpu"))
+def test_what_is_kept_is_read_again(whole: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source._content.cache_clear()
+    made = resolve(whole)
+    assert [file.suffix for file in sorted((cache / "gguf").iterdir())] == [".content", ".json"]
+    source._content.cache_clear()
+    monkeypatch.setattr(source, "_made", Mock(side_effect=AssertionError))
+    assert resolve(whole).config == made.config

@@ -15,7 +15,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.model.gguf import file as module
 from foredraft.model.gguf.file import BLOCKS, GGUFFile
-from foredraft.model.hub import resolve
+from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 
@@ -126,7 +126,7 @@ def test_a_file_of_every_type_that_is_cut_or_shifted_is_named(tmp_path: Path, ki
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     data, tensors = file.read_bytes(), GGUFFile(file).tensors
     last = max(tensors.values(), key=lambda info: info.start)
-    _, block = BLOCKS[last.kind]
+    _, block = BLOCKS[last.dtype]
     for cut in (1, block, last.size // 2):
         file.write_bytes(data[: last.start + last.size - cut])
         assert f"ends within tensor {last.name}" in refusal(file)
@@ -136,7 +136,7 @@ def test_a_file_of_every_type_that_is_cut_or_shifted_is_named(tmp_path: Path, ki
     shifted = (int.from_bytes(data[offset : offset + 8], "little") - 1).to_bytes(8, "little")
     file.write_bytes(data[:offset] + shifted + data[offset + 8 :])
     assert f"has tensor {last.name} at an offset that is not aligned" in refusal(file)
-    odd = next(info for info in tensors.values() if info.kind == kind)
+    odd = next(info for info in tensors.values() if info.dtype == kind)
     at = data.index(odd.name.encode()) + len(odd.name) + 4
     file.write_bytes(data[:at] + (odd.shape[-1] - 8).to_bytes(8, "little") + data[at + 8 :])
     assert (
@@ -156,7 +156,7 @@ TENSORS = [
     (add("blk.0.attn_k.weight", 8, 64), "has tensor blk.0.attn_k.weight of shape [8, 64], but its metadata"),
     (add("blk.9.attn_k.weight", 64, 64), "has tensor blk.9.attn_k.weight, which is not part of a Llama"),
     (add("blk.01.attn_k.weight", 64, 64), "has tensor blk.01.attn_k.weight, which is not part of a Llama"),
-    (add(ROPE, 3), "has rope_freqs.weight of shape [3]"),
+    (add(ROPE, 3), " numbers in rope_freqs.weight"),
     (lambda t: add(ROPE, t["blk.0.attn_q.weight"].shape[0] // 8)(t), ROPE),
 ]
 EDITS = [

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from foredraft.model.cache import KVCache
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Forward, Resume, Runner, graphs
 from foredraft.model.runner.graphs import (
     CAPTURE_PASSES,
@@ -25,6 +24,7 @@ from foredraft.model.runner.graphs import (
     Graphs,
     coarse_length,
 )
+from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from foredraft.profiling.timing import TimedTurns
 from tests.support.checkpoints import save_variant

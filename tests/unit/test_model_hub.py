@@ -10,11 +10,11 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.model.hub import resolve
+from foredraft.model.source import resolve
 
 
 def test_a_folder_is_returned_unchanged_and_a_file_refused(tmp_path: Path) -> None:
-    assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
+    assert resolve(tmp_path).path == resolve(str(tmp_path)).path == tmp_path
     (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match="is a file, but not a GGUF file"):
         resolve(tmp_path / "model.bin")
@@ -40,7 +40,7 @@ def test_a_local_folder_with_a_revision_is_refused(tmp_path: Path) -> None:
         resolve(tmp_path, "v1")
     for name in ("owner/name@v1", "owner/name:Q8_0"):  # a folder may have such a name
         (tmp_path / name).mkdir(parents=True)
-        assert resolve(tmp_path / name) == tmp_path / name
+        assert resolve(tmp_path / name).path == tmp_path / name
     with pytest.raises(ConfigError, match="owner/name@v1 names another revision than 'v2'; give one"):
         resolve("owner/name@v1", "v2")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,10 +75,6 @@ def client(folder: Path, tmp_path: Path) -> Iterator[Client]:
         yield Client(hub, tmp_path / "home")
 
 
-def source(made: Path) -> Path:
-    return Path(json.loads((made / "gguf.json").read_text())["file"])
-
-
 def fetched(client: Client) -> list[str]:
     return sorted(file for file in client.hub.fetched() if file.endswith(".gguf"))
 
@@ -97,12 +92,12 @@ def fetched(client: Client) -> list[str]:
     ],
 )
 def test_the_file_of_a_type_is_downloaded(name: str, files: list[str], client: Client) -> None:
-    file = source(client.resolve(name))
+    file = client.resolve(name)
     assert file.name == files[0] and fetched(client) == files
     assert file.parent.name == commit("owner/many", "v1" if "@" in name else "main")
-    assert source(client.resolve(name)) == file and fetched(client) == []
-    assert source(client.resolve(name, HF_HUB_OFFLINE="1")) == file and client.hub.log == []
-    assert source(client.resolve(name, HF_ENDPOINT="http://127.0.0.1:9")) == file
+    assert client.resolve(name) == file and fetched(client) == []
+    assert client.resolve(name, HF_HUB_OFFLINE="1") == file and client.hub.log == []
+    assert client.resolve(name, HF_ENDPOINT="http://127.0.0.1:9") == file
 
 
 def test_what_is_taken_without_a_type_is_told(client: Client, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +138,7 @@ def test_safetensors_come_first(client: Client, folder: Path, tmp_path: Path) ->
     client.hub.repositories["owner/both"] = Repository({"main": both})
     made = client.resolve("owner/both")
     assert (made / "model.safetensors").is_file() and fetched(client) == []
-    assert source(client.resolve("owner/both:F16")).name == "m-F16.gguf"
+    assert client.resolve("owner/both:F16").name == "m-F16.gguf"
     assert (client.resolve("owner/both") / "model.safetensors").is_file()
 
 

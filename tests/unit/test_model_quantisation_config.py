@@ -291,7 +291,7 @@ def test_configs_as_published_checkpoints_have_them_are_read(name: str) -> None:
 
 
 LESS_ONE, WHOLE = (GPTQFormat(4, 32, symmetric=True, less_one=less) for less in (True, False))
-LIKE_AWQ = AWQFormat(32, symmetric=True)
+LIKE_AWQ = AWQFormat(4, 32, symmetric=True)
 
 
 @pytest.mark.parametrize(

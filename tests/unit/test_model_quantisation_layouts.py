@@ -26,7 +26,7 @@ from foredraft.model.quantisation import Codes, Quantisation, quantise
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tensor_names import TensorLayout
+from foredraft.model.tensor_names import Naming
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import close, prompt_logits
 from tests.support.checkpoints import save_variant
@@ -160,7 +160,7 @@ def as_stored(in_order: Function) -> Function:
     return lambda own, order: own
 
 
-RULES, ORDER, TRANSPOSED_OF = Quantisation._rule_of, Codes.in_order, TensorLayout._is_transposed
+RULES, ORDER, TRANSPOSED_OF = Quantisation._rule_of, Codes.in_order, Naming._is_transposed
 DEFECTS = [
     defect("rules by other names", RULES, of_decoders_names, lambda: check("opt", "awq"), CheckpointError),
     defect("rows as stored", ORDER, as_stored, lambda: check("gpt_neox", "gptq", native=True)),

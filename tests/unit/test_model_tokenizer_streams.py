@@ -93,7 +93,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     parts = st.one_of(
         texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False)),
         st.lists(st.integers(0, tokenizer.size + 1), max_size=4),
-        st.sampled_from(SPECIAL).map(lambda text: [tokenizer._inner.token_to_id(text)]),
+        st.sampled_from(SPECIAL).map(lambda text: [tokenizer.inner.token_to_id(text)]),
     )
     lists = st.lists(parts, max_size=6).map(lambda found: [*chain.from_iterable(found)])
     return lists.filter(lambda ids: longest_run(tokenizer, ids) <= MAX_HELD_BYTES)
@@ -228,7 +228,7 @@ def test_a_genuine_replacement_character_is_returned_at_once() -> None:
             genuine, stream = genuine + 1, tokenizer.detokenizer()
             assert [stream.push(ids) for _ in range(3)] == [BAD] * 3, name
     assert genuine >= 5
-    id_of = TOKENIZERS["gpt2"]._inner.token_to_id  # ÿ and ð stand for the bytes 0xFF and 0xF0 in the table
+    id_of = TOKENIZERS["gpt2"].inner.token_to_id  # ÿ and ð stand for the bytes 0xFF and 0xF0 in the table
     for tokens, pieces in ((["ÿ"] * 3, [BAD] * 3), (["ð", f"a {BAD}"], ["", f"{BAD}a {BAD}"])):
         stream = TOKENIZERS["gpt2"].detokenizer()
         assert [stream.push([id_of(token)]) for token in tokens] == pieces
@@ -296,7 +296,7 @@ def told(question: str, answer: bool) -> Mutation:
 def window_emptied(push: Function, stream: Detokenizer, id: int) -> str:
     before = len(stream._window)
     piece: str = push(stream, id)
-    if stream._run_decoder is None and len(stream._window) < before:
+    if stream._run == b"" and len(stream._window) < before:
         stream._window, stream._emitted = [], 0
     return piece
 

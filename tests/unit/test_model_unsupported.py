@@ -10,8 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from foredraft.errors import CheckpointError
 from foredraft.model import unsupported
-from foredraft.model.families import FAMILIES
-from foredraft.model.gguf.gguf_config import ARCHITECTURES
+from foredraft.model.families import FAMILIES, IN_GGUF
 from foredraft.model.spec import ModelSpec
 from foredraft.model.unsupported import INSTEAD, KINDS, KNOWN, PAGE, kind_of, refusal_of_gguf
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
@@ -75,7 +74,7 @@ def test_an_unknown_architecture_gets_the_nearest_name_and_the_page(given: str, 
 
 
 def test_no_supported_model_is_in_the_table() -> None:
-    assert not SUPPORTED & KNOWN.keys() and not ARCHITECTURES.keys() & KNOWN.keys()
+    assert not SUPPORTED & KNOWN.keys() and not IN_GGUF.keys() & KNOWN.keys()
     assert {kind for kind, _ in KNOWN.values()} == KINDS.keys()
     assert {instead for _, instead in KNOWN.values()} <= INSTEAD.keys()
     assert {*INSTEAD.values()} <= SUPPORTED
@@ -100,7 +99,7 @@ def test_no_supported_model_is_in_the_table() -> None:
 def test_a_gguf_file_is_refused_with_what_it_is(
     architecture: str, metadata: dict[str, Any], what: str | None
 ) -> None:
-    problem, remedy = refusal_of_gguf(architecture, metadata, ARCHITECTURES)
+    problem, remedy = refusal_of_gguf(architecture, metadata, IN_GGUF)
     assert f"has the architecture '{architecture}', which is not supported" in problem
     assert f"it is {what}" in problem if what else "it is" not in problem
     assert PAGE in remedy and ("such as" in remedy) == bool(what)

@@ -22,8 +22,9 @@ from foredraft.drafters.lookup import repeated
 from foredraft.drafters.plan_files import model_hash
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs
+from foredraft.model.source import ModelSource
+from foredraft.model.spec import Plan
 from foredraft.pages import report_page as drawing
 from foredraft.pages.training import tuning_page as page
 from foredraft.tune import teacher_forced as calibration
@@ -445,7 +446,9 @@ class Searches:
         monkeypatch.setattr(llm, "generate", counted)
 
     def cache(self, **changes: Any) -> CalibrationCache:
-        return CalibrationCache(self.folder, model_hash(self.folder), self.llm.loaded, **self.given | changes)
+        return CalibrationCache(
+            ModelSource(self.folder), model_hash(self.folder), self.llm.loaded, **self.given | changes
+        )
 
     def file(self) -> Path:
         path = user_cache.keyed_path(calibration.KIND, self.cache().key)

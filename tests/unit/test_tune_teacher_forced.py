@@ -205,12 +205,12 @@ def test_an_exception_before_a_pass_ends_the_trial(llm: LLM) -> None:
 
 
 def memory_used(teacher_forced: TeacherForced) -> int:
-    return teacher_forced.cache.memory.nbytes + sum(span.bytes for span in teacher_forced.copies)
+    return teacher_forced.cache.data.nbytes + sum(span.bytes for span in teacher_forced.copies)
 
 
 def test_only_the_new_tokens_keys_and_values_are_copied(llm: LLM) -> None:
     teacher_forced = make_teacher_forced(llm, 0.0)
-    spec, memory = llm.loaded.spec, teacher_forced.cache.memory
+    spec, memory = llm.loaded.spec, teacher_forced.cache.data
     position = 2 * spec.layers * spec.kv_heads * spec.head_dim * memory.itemsize
     assert memory.nbytes == len(teacher_forced.texts) * teacher_forced.cache.stored * position
     assert memory_used(teacher_forced) == memory.nbytes + teacher_forced.tokens * position

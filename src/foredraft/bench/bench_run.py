@@ -31,10 +31,8 @@ from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings
-from foredraft.model.gguf.tensors import source_of
-from foredraft.model.hub import resolve
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import loras_of
+from foredraft.model.lora.merging import with_loras
+from foredraft.model.source import resolve, source_of
 
 Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 
@@ -140,15 +138,15 @@ def _context(
     llm: LLM, model: str | None, prompts: Prompts, options: BenchSettings, loading: Mapping[str, Any]
 ) -> BenchContext:
     engine, cache = llm.loaded.engine, llm.loaded.engine.cache
-    target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    found = demo.target_path() if model is None else resolve(model, loading.get("revision"))
     draft = None
     if any(drafter.whole_model for drafter in engine.drafters.values()):
-        draft = demo.draft_path() if model is None else None
+        draft = source_of(demo.draft_path()) if model is None else None
         if loading.get("draft") is not None:
             draft = resolve(loading["draft"], loading.get("draft_revision"))
     return BenchContext(
         llm=llm,
-        target=with_loras(target, loading.get("lora", ())),
+        target=with_loras(found, loading.get("lora", ())),
         draft=draft,
         dtype=cache.dtype,
         device=cache.device,
@@ -198,10 +196,10 @@ def _load(
 
 def _models(context: BenchContext) -> tuple[ModelRecord, ...]:
     """Return the records of the target and of the draft model."""
-    loaded, file = context.llm.loaded, source_of(context.target)
-    name = " + ".join([file.name, *(lora.name for _, lora in loras_of(context.target))])
+    loaded, source = context.llm.loaded, context.target
+    name = " + ".join([source.path.name, *(lora.name for _, lora in source.loras)])
     models = [model_record("target", name, loaded.runner, loaded.weights)]
     for drafter in loaded.engine.drafters.values():
         if drafter.whole_model and drafter.draft_pass is not None and context.draft is not None:
-            models.append(model_record("draft", source_of(context.draft).name, drafter.draft_pass.runner))
+            models.append(model_record("draft", context.draft.path.name, drafter.draft_pass.runner))
     return tuple(models)

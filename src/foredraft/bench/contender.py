@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,7 +26,7 @@ from foredraft.kinds import DRAFTERS, RULES
 from foredraft.llm import LLM
 from foredraft.loading.checkpoints import make_policy
 from foredraft.loading.machine_limits import free_memory
-from foredraft.model.spec import ModelSpec
+from foredraft.model.source import ModelSource
 from foredraft.model.weights import weight_bytes
 from foredraft.profiling.others import Load
 from foredraft.profiling.timing import DecodingTimer, observed, replaced
@@ -38,8 +37,8 @@ class BenchContext:
     """The settings that all contenders share."""
 
     llm: LLM  # the loaded Foredraft engine
-    target: Path  # folder of the target's checkpoint
-    draft: Path | None  # folder of the draft model's checkpoint, if there is one
+    target: ModelSource  # the target
+    draft: ModelSource | None  # the draft model, if there is one
     dtype: torch.dtype  # of the weights and of the KV cache
     device: torch.device  # where the models run
     positions: int  # tokens of the longest prompt plus its new tokens
@@ -270,7 +269,7 @@ def _load_program(name: str, context: BenchContext, memory: Memory) -> tuple[Any
     program = PROGRAMS[name]
     if not program.installed:
         raise ConfigError(f"{name}: {program.package} is not installed", remedy=program.install)
-    spec = ModelSpec.from_folder(context.target)
+    spec = context.target.spec
     need, free = weight_bytes(spec, context.device, context.dtype), free_memory(context.device)
     if need > free:  # of its own copy of the target's weights: the system may kill it
         raise ConfigError(

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.errors import ConfigError, Option
-from foredraft.model.gguf.tensors import source_of
-from foredraft.model.lora.lora_config import loras_of
 from foredraft.model.memory import synchronise
 
 BEAMS = 4  # that most guides of beam search take
@@ -30,20 +28,20 @@ class TransformersModels:
     """The target and, if there is one, the draft model, each loaded once for all contenders."""
 
     def __init__(self, context: BenchContext) -> None:
-        if loras_of(context.target):
+        if context.target.loras:
             raise ConfigError(
                 "transformers takes no LoRA here, as the target has",
                 remedy="save the merged model with PEFT, and give that",
             )
-        for folder in filter(None, (context.target, context.draft)):
-            if (file := source_of(folder)) != folder:
+        for source in filter(None, (context.target, context.draft)):
+            if source.path.is_file():
                 raise ConfigError(
-                    f"transformers takes no GGUF file here, as {file.name} is",
+                    f"transformers takes no GGUF file here, as {source.path.name} is",
                     remedy="give a checkpoint folder to compare with it",
                 )
         with _quiet():
-            self.target = _load(context.target, context)
-            self.draft = None if context.draft is None else _load(context.draft, context)
+            self.target = _load(context.target.path, context)
+            self.draft = None if context.draft is None else _load(context.draft.path, context)
 
 
 class Generate(Contender):

@@ -10,6 +10,7 @@ which moves logits by 1e-5, where its flash attention moves them by 1e-2.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import tempfile
 import time
@@ -27,11 +28,11 @@ from torch import Tensor
 from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.bench.contenders import module
 from foredraft.errors import ConfigError, Option
-from foredraft.model.checkpoint import IGNORED, CheckpointTensors
-from foredraft.model.config import read_json
-from foredraft.model.gguf.tensors import source_of
+from foredraft.model.checkpoint import IGNORED, named_tensors
 from foredraft.model.memory import dtype_name
 from foredraft.model.rope import Rope, frequencies
+from foredraft.model.safetensors_file import StoredTensor
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import HEAD
 
@@ -50,17 +51,20 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def write_gguf(folder: Path, file: Path, dtype: torch.dtype, *, vocabulary: bool = False) -> None:
+def write_gguf(
+    place: ModelSource | Path, file: Path, dtype: torch.dtype, *, vocabulary: bool = False
+) -> None:
     """Write a checkpoint to a GGUF file."""
     gguf = module("gguf", "llama.cpp")
-    spec = ModelSpec.from_folder(folder)
+    source = source_of(place)
+    spec = source.spec
     _check_convertible(spec, dtype)
     with ExitStack() as stack:
-        tensors = _tensors(folder, spec, gguf, stack)
+        tensors = _tensors(source, spec, gguf, stack)
         writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
         _add_metadata(writer, spec, gguf)
         if vocabulary:
-            add_vocabulary(writer, folder, spec, gguf)
+            add_vocabulary(writer, source, spec, gguf)
         else:
             writer.add_tokenizer_model("no_vocab")
         for tensor in tensors:
@@ -121,9 +125,9 @@ def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
     writer.add_vocab_size(spec.vocab_size)
 
 
-def add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
+def add_vocabulary(writer: Any, source: ModelSource, spec: ModelSpec, gguf: Any) -> None:
     """Add the byte-level BPE of a tokenizer.json."""
-    read = read_json(folder / "tokenizer.json")
+    read = json.loads(source.tokenizer_json or b"")
     model, added = read["model"], {each["id"]: each for each in read["added_tokens"]}
     by_id = {id: token for token, id in model["vocab"].items()}
     by_id |= {id: token["content"] for id, token in added.items()}  # the vocabulary may lack them
@@ -142,7 +146,7 @@ def add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> Non
     writer.add_add_bos_token(False)
 
 
-def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
+def _tensors(source: ModelSource, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
     """Return the tensors in the order of the file, without a tied head, which llama.cpp ties itself."""
     architecture = getattr(gguf.MODEL_ARCH, ARCHITECTURES[spec.architecture].upper())
     known = gguf.get_tensor_name_map(architecture, spec.layers)
@@ -152,20 +156,18 @@ def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list
         unscaled, size = Rope("default", spec.rope.theta), spec.head_dim
         factors = frequencies(unscaled, size) / frequencies(spec.rope, size)  # [D/2]
         found.append(_Tensor(ROPE_FACTORS, (size // 2,), lambda: factors))
-    device, naming = torch.device("cpu"), spec.naming
-    sources = CheckpointTensors(folder, stack, device, torch.float32, naming=naming).files
-    for name, source in sources.items():
+    for name, opened in named_tensors(source, stack).items():
         if IGNORED.fullmatch(name) or spec.leaves_unread(name) or (spec.tied and name == f"{HEAD}.weight"):
             continue
         kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
         heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
-        load = partial(_interleaved, source, name, heads) if heads else partial(source.get_tensor, name)
-        found.append(_Tensor(gguf_name, tuple(source.get_slice(name).get_shape()), load))
+        load = partial(_interleaved, opened, heads) if heads else opened.whole
+        found.append(_Tensor(gguf_name, opened.shape, load))
     return found
 
 
-def _interleaved(source: Any, name: str, heads: int) -> Tensor:
-    return interleaved(source.get_tensor(name), heads)
+def _interleaved(stored: StoredTensor, heads: int) -> Tensor:
+    return interleaved(stored.whole(), heads)
 
 
 def interleaved(tensor: Tensor, heads: int) -> Tensor:
@@ -202,8 +204,8 @@ class LlamaCpp(Contender):
             raise
 
     def _load(self, shared: BenchContext) -> None:
-        library, file = self._library, source_of(shared.target)
-        if file == shared.target:  # no GGUF file
+        library, file = self._library, shared.target.path
+        if file.is_dir():  # no GGUF file
             file = Path(self._folder.name) / "model.gguf"
             try:
                 write_gguf(shared.target, file, shared.dtype)

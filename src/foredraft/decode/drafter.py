@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
+from foredraft.model.spec import Plan
 
 
 class Peek(NamedTuple):

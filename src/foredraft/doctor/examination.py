@@ -35,10 +35,8 @@ from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.medusa import Medusa
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded
-from foredraft.model.chat import ChatTemplate
-from foredraft.model.hub import resolve
+from foredraft.model.source import ModelSource, resolve
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +126,7 @@ def aux_layers_of(record: HeadRecord, target: ModelSpec) -> list[int]:
     return sorted(layer for layer in near if 0 <= layer <= target.layers)
 
 
-def model_notes(loaded: Loaded, draft: ModelSpec, folder: Path) -> tuple[str, ...]:
+def model_notes(loaded: Loaded, draft: ModelSpec, source: ModelSource) -> tuple[str, ...]:
     """Return one sentence for each mismatch of a draft model with the target."""
     notes: list[str] = []
     if draft.max_positions < loaded.spec.max_positions:
@@ -137,14 +135,13 @@ def model_notes(loaded: Loaded, draft: ModelSpec, folder: Path) -> tuple[str, ..
             f" {loaded.spec.max_positions:,}: it drafts nothing beyond its own length"
         )
     try:
-        tokenizer = Tokenizer.from_folder(folder, draft.vocab_size)
-        template = ChatTemplate.from_folder(folder)
+        tokenizer = source.tokenizer(draft.vocab_size)
     except ForedraftError as error:
         return (*notes, f"the draft model's tokenizer cannot be read: {error}")
     target = loaded.tokenizer
     if target is None or tokenizer is None:
         return tuple(notes)
-    own = target.chat
+    own, template = target.chat, tokenizer.chat
     if own is not None and template is None:
         notes.append(
             "the target has a chat template and the draft model has none: a base model drafts for a tuned"

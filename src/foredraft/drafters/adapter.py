@@ -27,11 +27,11 @@ from foredraft.model.checkpoint import first_values, identity
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Norm, Product
-from foredraft.model.lora.lora_config import base_of
 from foredraft.model.runner import Runner
 from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.native import is_native, pack_native
 from foredraft.model.safetensors_file import SafetensorsFile
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_parameters, load_layer
 from foredraft.user_cache import cache_folder, check_file, check_folder, read_private, shut
@@ -143,10 +143,10 @@ def _read_private(config: Path) -> bytes:
     return read_private(folder / config.name)
 
 
-def target_hash(folder: Path) -> str:
+def target_hash(place: ModelSource | Path) -> str:
     """Return the hash of a model's config.json, LoRAs and tensors, whose first rows tuning moves."""
-    digest = hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode())
-    for name, values in first_values(base_of(folder)):
+    digest = hashlib.sha256(json.dumps(identity(place), sort_keys=True).encode())
+    for name, values in first_values(source_of(place).base):
         digest.update(name.encode() + values)
     return digest.hexdigest()
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, Text, join_text
-from foredraft.model.lora.lora_config import base_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from foredraft.model.cache import KVCache
     from foredraft.model.checkpoint import Checkpoint
     from foredraft.model.runner import Runner
+    from foredraft.model.source import ModelSource
     from foredraft.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -135,10 +135,9 @@ ADAPTER_KINDS = {
 }
 
 
-def hash_of_base(folder: Path, hash_of: Callable[[Path], str]) -> str | None:
+def hash_of_base(source: ModelSource, hash_of: Callable[[ModelSource], str]) -> str | None:
     """Return the hash of a model without its LoRAs; None where it has none."""
-    base = base_of(folder)
-    return None if base == folder else hash_of(base)
+    return hash_of(source.base) if source.loras else None
 
 
 def say_made_for_base(what: str) -> None:

@@ -41,8 +41,8 @@ from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.states import FoundReader, KnownStates, WaitingReader, WaitingStates
 from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
-from foredraft.model.lora.lora_config import is_lora
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
+from foredraft.model.spec import is_lora
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,10 @@ class AdapterAsset(Asset):
             if folder is None:
                 return self.missing
             config = read_adapter(folder)
-            if config.target_hash == hash_of_base(target.folder, target_hash):
+            if config.target_hash == hash_of_base(target.source, target_hash):
                 say_made_for_base(f"the adapter of {shortened(config.model)}")
             else:
-                config.check(target_hash(target.folder), target.shown)
+                config.check(target_hash(target.source), target.source.shown)
         except ConfigError as error:
             if search.needed or given is not None:
                 raise
@@ -194,9 +194,9 @@ class AdapterAsset(Asset):
         """Return the folder of the adapter that is kept for the target, or else shipped with it."""
         kept = None
         if adapters_kept():
-            folder = search.target.folder
-            kept = find_adapter(target_hash(folder))
-            if kept is None and (hash := hash_of_base(folder, target_hash)) is not None:
+            source = search.target.source
+            kept = find_adapter(target_hash(source))
+            if kept is None and (hash := hash_of_base(source, target_hash)) is not None:
                 kept = find_adapter(hash)
         if kept is None and search.needed:
             return next(filter(self.knows, search.shipped), None)

@@ -74,7 +74,7 @@ class FoundCopy(Found):
         """Log that a copy is made without being asked for, once where a cache folder remembers it."""
         if not self.offered:
             return
-        key = {"of": "low-bit", "model": str(self.target.source.resolve())}
+        key = {"of": "low-bit", "model": str(self.target.source.path.resolve())}
         if user_cache.read("notices", key) is None:
             size = as_gib(self.bytes)
             logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", size, OFFER)

@@ -23,6 +23,7 @@ from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.checkpoint import identity
 from foredraft.model.memory import dtype_name
+from foredraft.model.source import ModelSource
 from foredraft.user_cache import cache_folder, check_folder, make_folder, read_private, shut, sweep
 
 logger = logging.getLogger(__name__)
@@ -147,9 +148,9 @@ def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     return plan
 
 
-def model_hash(folder: Path) -> str:
+def model_hash(place: ModelSource | Path) -> str:
     """Return the SHA-256 hash of a model's config.json, tensors' names, dtypes and shapes, and LoRAs."""
-    return hashlib.sha256(json.dumps(identity(folder), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(identity(place), sort_keys=True).encode()).hexdigest()
 
 
 BOUNDS: dict[str, Bound] = MEASURED | {"c": (lambda c: c >= 0, "0 or more"), "speedup": ABOVE_0}
@@ -173,10 +174,10 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
             option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
         )
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
-    if found.model_hash == hash_of_base(target.folder, model_hash):
+    if found.model_hash == hash_of_base(target.source, model_hash):
         say_made_for_base(f"the plan of {shortened(found.model)}")
     else:
-        found.check(model_hash(target.folder), target.shown)
+        found.check(model_hash(target.source), target.source.shown)
     return found
 
 
@@ -184,7 +185,7 @@ def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPl
     """Return the plan kept for the target, if any; an unusable one is left out with a warning."""
     needed = search.needed and draft_weights is None
     try:
-        found = _kept_for(search.target.folder, draft_weights) if plans_kept() else None
+        found = _kept_for(search.target.source, draft_weights) if plans_kept() else None
     except ConfigError as error:
         if needed:
             raise
@@ -193,10 +194,10 @@ def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPl
     return None if found is None else fitting_plan(found, search, warn=needed)
 
 
-def _kept_for(folder: Path, draft_weights: str | None) -> PlanFile | None:
+def _kept_for(source: ModelSource, draft_weights: str | None) -> PlanFile | None:
     """Return the plan that is kept for a model, or else for the model without its LoRAs."""
-    found = find_plan(model_hash(folder), draft_weights)
-    if found is None and (hash := hash_of_base(folder, model_hash)) is not None:
+    found = find_plan(model_hash(source), draft_weights)
+    if found is None and (hash := hash_of_base(source, model_hash)) is not None:
         found = find_plan(hash, draft_weights)
         if found is not None:
             say_made_for_base("the kept plan")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.errors import ConfigError
-from foredraft.model.layer_geometry import Plan
+from foredraft.model.spec import Plan
 
 SKIP, EXIT, NONE = "skip:", "exit:", "none"
 KINDS = {"attn": "attention", "mlp": "mlp"}

@@ -60,7 +60,7 @@ def write_gguf_head(file: Path, head: StoredHead, target: Checkpoint) -> None:
     gguf = module("gguf", "a GGUF file")
     record, spec = head.record, head.record.spec
     check_supported(record)
-    if not (target.folder / "tokenizer.json").is_file():
+    if target.source.tokenizer_json is None:
         raise ConfigError(
             f"{target.source} has no tokenizer.json, and the file holds the target's vocabulary",
             remedy="give a model with its tokenizer",
@@ -81,7 +81,7 @@ def write_gguf_head(file: Path, head: StoredHead, target: Checkpoint) -> None:
         writer.add_array(f"{ARCHITECTURE}.target_layers", list(record.aux_layers or ()))
         writer.add_bool(f"{ARCHITECTURE}.norm_before_residual", record.norm_before_residual)
         writer.add_bool(f"{ARCHITECTURE}.norm_before_fc", record.norm_before_fc)
-        add_vocabulary(writer, target.folder, target.spec, gguf)
+        add_vocabulary(writer, target.source, target.spec, gguf)
         for name, tensor in head.tensors.items():
             if name not in (D2T, T2D):
                 _add(writer, gguf, NAMES[name], _in_order(name, tensor, record))

@@ -10,9 +10,7 @@ from typing import Any
 
 from foredraft import demo
 from foredraft.arguments import clear_calls, spelled_elsewhere, takes_fields_of
-from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.drafters.asset import Parts
 from foredraft.errors import ConfigError, Option
@@ -82,11 +80,7 @@ def load_for(
 
 
 def options_for(model: str | Path | None = None, **options: Any) -> LoadOptions:
-    """Return the checked options of `load`, with its defaults for those that are not given.
-
-    Raises:
-        ConfigError: An option has a value that cannot be honoured.
-    """
+    """Return the checked options of `load`, with its defaults for those that are not given."""
     return checked(LoadOptions(model, **options))
 
 
@@ -113,7 +107,10 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     for found in drafting.found.values():
         found.announce()
     params = default_params(target)
-    limits = _cache_limits(options, needs, reserved, target, params)
+    rows = positions = None
+    if needs is not None:
+        rows, positions = needs(target.tokenizer, params)
+    limits = CacheLimits(options.max_batch, options.max_length, rows, positions, reserved)
     size = cache_size(target, drafting.found.values(), device, limits, kernels=options.allows_kernels)
     _loads.note(threads.number)
     whole = [replace(model, length=size.positions) for model in (target, *drafting.models)]
@@ -131,7 +128,7 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
         tokenizer=target.tokenizer,
         model="demo" if options.model == demo.target_path() else str(options.model),
         weights=target.weights,
-        lora=target.loras,
+        lora=tuple(name for name, _ in target.source.loras),
         max_length=size.positions,
         default_drafter=None if drafting.drafter == "none" else drafting.drafter,
         default_params=params,
@@ -139,16 +136,6 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
         profile_seconds=profiled,
     )
     return LLM(loaded, options.progress)
-
-
-def _cache_limits(
-    options: LoadOptions, needs: Needs | None, reserved: int, target: Checkpoint, params: SamplingParams
-) -> CacheLimits:
-    """Return what bounds the target's cache; `params` are the model's default parameters."""
-    rows = positions = None
-    if needs is not None:
-        rows, positions = needs(target.tokenizer, params)
-    return CacheLimits(options.max_batch, options.max_length, rows, positions, reserved)
 
 
 def _engine(
@@ -168,21 +155,17 @@ def _engine(
     parts = Parts(
         target=runner, cache=cache, rows=size.rows, positions=size.positions, tokenizer=target.tokenizer
     )
+    waiting = iter(models)  # runners of whole models, in the order of `drafting.models`
+    drafters = {
+        name: found.make(replace(parts, models=tuple(islice(waiting, len(found.models)))))
+        for name, found in drafting.found.items()
+    }
     return Engine(
         runner,
         cache,
         policy,
-        _drafters(drafting, models, parts),
+        drafters,
         vocabulary=target.spec.vocab_size,
         vocab_ops=vocab_ops_of(runner),
         greedy_drafts=options.draft_sampling == "greedy",
     )
-
-
-def _drafters(drafting: ChosenDrafting, models: Sequence[Runner], parts: Parts) -> dict[str, Drafter]:
-    """Build the drafters; `models` run their whole models, in the order of `drafting.models`."""
-    waiting = iter(models)
-    made: dict[str, Drafter] = {}
-    for name, found in drafting.found.items():
-        made[name] = found.make(replace(parts, models=tuple(islice(waiting, len(found.models)))))
-    return made

@@ -49,10 +49,8 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Rows of the target's cache, and positions of each row."""
-
-    rows: int
-    positions: int
+    rows: int  # of the target's cache
+    positions: int  # of each row
 
 
 def cache_size(
@@ -73,9 +71,9 @@ def cache_size(
     budget = _cache_budget(target, assets, device, kernels, limits.reserved)
     row_bytes = partial(_row_bytes, target, assets, device)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
-    most_rows = (
-        _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
-    )
+    most_rows = _ROWS[device.type]
+    if limits.rows_needed is not None:
+        most_rows = min(most_rows, limits.rows_needed)
     rows = limits.max_batch or min(most_rows, budget // row_bytes(positions))
     taken = max(rows, 1) * row_bytes(positions)
     if rows < 1 or taken > budget:
@@ -104,14 +102,11 @@ def _cache_budget(
     models = [target, *(model for found in assets for model in found.models)]
     free = _free_bytes(models, device, kernels) - sum(found.bytes for found in assets)
     if device.type == "cuda":  # a CPU's memory has room for it in the half that the caches leave
-        free -= reserved + _graph_bytes(assets)
+        # CUDA graphs of the target, drafters' models and decisions keep memory for good
+        owners = 2 + sum(bool(found.models or found.bytes) for found in assets)
+        graph_bytes = graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * accept.MOST_BYTES
+        free -= reserved + owners * graph_bytes
     return int(max(0, free) * _SHARE[device.type])
-
-
-def _graph_bytes(assets: Collection[Found]) -> int:
-    """Return the bytes that CUDA graphs take for good: of the target, drafters' models and decisions."""
-    owners = 2 + sum(bool(found.models or found.bytes) for found in assets)
-    return owners * (graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * accept.MOST_BYTES)
 
 
 def _row_bytes(target: Checkpoint, assets: Collection[Found], device: torch.device, positions: int) -> int:
@@ -120,22 +115,16 @@ def _row_bytes(target: Checkpoint, assets: Collection[Found], device: torch.devi
     own = KVCache.bytes_per_row(target.spec, min(positions, target.spec.max_positions), target.dtype)
     states = 0
     if device.type == "cuda":  # graphs keep memory for what a pass makes on its way through a layer
-        models = [target, *(model for found in assets for model in found.models)]
-        states = _PADDED_COLUMNS * sum(_state_bytes(model) for model in models)
+        for model in [target, *(model for found in assets for model in found.models)]:
+            values = 4 * model.spec.hidden_size + 3 * model.spec.intermediate_size
+            states += _PADDED_COLUMNS * values * model.dtype.itemsize
     return own + logits + states + sum(found.row_bytes(positions) for found in assets)
-
-
-def _state_bytes(model: Checkpoint) -> int:
-    """Return the bytes that a pass over one token makes within a layer, and holds at once."""
-    spec = model.spec
-    return (4 * spec.hidden_size + 3 * spec.intermediate_size) * model.dtype.itemsize
 
 
 def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:
     """Return the positions of a row where the user does not give them: as many as fit."""
 
     def halved(positions: int, rows: int, fewest: int) -> int:
-        """Halve `positions` until so many rows fit, but not below `fewest`."""
         while positions > fewest and rows * row_bytes(positions) > budget:
             positions = max(positions // 2, fewest)
         return positions
@@ -152,20 +141,6 @@ def _free_bytes(models: Sequence[Checkpoint], device: torch.device, kernels: boo
     needs = _weight_needs(models, device, free, kernels)
     if sum(needs) <= free:
         return free - sum(needs)
-    sizes = [
-        f"{as_gib(need)} in {dtype_name(model.dtype)}" for need, model in zip(needs, models, strict=True)
-    ]
-    raise ConfigError(
-        f"the weights need {', those of the draft model '.join(sizes)}, but {as_gib(free)} are free on"
-        f" {device}",
-        remedy=_remedy(models, device, free, kernels),
-    )
-
-
-def _remedy(
-    models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool
-) -> tuple[str | Option, ...]:
-    """Return what the user can change so that the weights fit."""
 
     def fit(models: Sequence[Checkpoint], device: torch.device, free: int) -> bool:
         return sum(_weight_needs(models, device, free, kernels)) <= free
@@ -180,10 +155,15 @@ def _remedy(
         remedies.append(("give ", Option("device", str(other))))
     if len(models) > 1 and fit(models[:1], device, free):
         remedies.append(("leave the draft model out",))
-    if not remedies:
-        return ("give a smaller model",)
-    first, *others = remedies
-    return (*first, *(part for remedy in others for part in (", or ", *remedy)))
+    first, *others = remedies or [("give a smaller model",)]
+    sizes = (
+        f"{as_gib(size)} in {dtype_name(model.dtype)}" for size, model in zip(needs, models, strict=True)
+    )
+    raise ConfigError(
+        f"the weights need {', those of the draft model '.join(sizes)}, but {as_gib(free)} are free on"
+        f" {device}",
+        remedy=(*first, *(part for remedy in others for part in (", or ", *remedy))),
+    )
 
 
 def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool) -> list[int]:
@@ -213,6 +193,5 @@ def _by_kernels(model: Checkpoint, device: torch.device) -> bool:
 
 
 def _weights(model: Checkpoint, device: torch.device, *, native: bool) -> int:
-    return weight_bytes(
-        model.spec, device, model.dtype, native=native and device.type == "cpu", bits=model.bits
-    )
+    native = native and device.type == "cpu"
+    return weight_bytes(model.spec, device, model.dtype, native=native, bits=model.bits)

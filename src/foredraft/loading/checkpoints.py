@@ -32,15 +32,11 @@ from foredraft.kinds.tables import DRAFTERS, POLICIES, PolicyOption
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import GENERATION, generation_defaults
-from foredraft.model.gguf.folder import check_vocabulary
-from foredraft.model.gguf.tensors import source_of
-from foredraft.model.hub import existing, resolve
-from foredraft.model.lora.folder import with_loras
-from foredraft.model.lora.lora_config import base_of
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner
+from foredraft.model.source import ModelSource, existing, locate, resolve, source_at
 from foredraft.model.spec import CONFIG, ModelSpec
-from foredraft.model.tokenizer import GIVE_TOKENIZER, Tokenizer
+from foredraft.model.tokenizer import FILE, GIVE_TOKENIZER, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +45,18 @@ def check_settings(policy: str, given: object) -> dict[str, float | str]:
     """Return `policy_options` as the policy takes them; numbers may come as text."""
     known = POLICIES[policy].settings
     if not isinstance(given, Mapping):
-        raise _not_a_table(policy, given)
+        example = {name: setting.default for name, setting in known.items()}
+        problem = () if example else ("but ", Option("policy", policy), " has none")
+        remedy = f"give a table, such as {example}" if example else "leave it out"
+        raise ConfigError(problem, option="policy_options", value=given, remedy=remedy)
     settings: dict[str, float | str] = {}
     for name, value in given.items():
         if name not in known:
             remedy = f"give {', '.join(known)}{did_you_mean(name, known)}" if known else "leave it out"
-            raise ConfigError(
-                (f"names {name!r}, which ", Option("policy", policy), " does not have"),
-                option="policy_options", remedy=remedy,
-            )  # fmt: skip
+            problem = (f"names {name!r}, which ", Option("policy", policy), " does not have")
+            raise ConfigError(problem, option="policy_options", remedy=remedy)
         settings[name] = _read_setting(name, value, known[name])
     return settings
-
-
-def _not_a_table(policy: str, given: object) -> ConfigError:
-    example = {name: setting.default for name, setting in POLICIES[policy].settings.items()}
-    if example:
-        return ConfigError(option="policy_options", value=given, remedy=f"give a table, such as {example}")
-    return ConfigError(
-        ("but ", Option("policy", policy), " has none"),
-        option="policy_options",
-        value=given,
-        remedy="leave it out",
-    )
 
 
 def _read_setting(name: str, value: object, setting: PolicyOption) -> float | str:
@@ -100,12 +85,9 @@ def make_policy(
     planned: int | None = None,
     longest: int = 0,
 ) -> Policy:
-    """Build a policy."""
     if settings.get("siblings") and not target.takes_leaves:
-        raise ConfigError(
-            "has siblings, which only passes of the C kernels take", option="policy_options",
-            remedy="leave them out",
-        )  # fmt: skip
+        problem = "has siblings, which only passes of the C kernels take"
+        raise ConfigError(problem, option="policy_options", remedy="leave them out")
     kind = POLICIES[policy]
     own = max(kind.max_draft, longest) if kind.uses_costs else planned or kind.max_draft
     return kind.make(longest_draft(max_draft, own, target), **settings)
@@ -114,14 +96,10 @@ def make_policy(
 def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:
     """Return the longest draft in tokens: `max_draft`, or `own` as far as a verifying pass takes it."""
     most = target.max_queries - 1
-    if max_draft is None:
-        return min(own, most)
-    if max_draft > most:
-        raise ConfigError(
-            f"but this model's verifying pass takes {most} at most",
-            option="max_draft", value=max_draft, remedy=f"give {most} or less",
-        )  # fmt: skip
-    return max_draft
+    if max_draft is not None and max_draft > most:
+        problem = f"but this model's verifying pass takes {most} at most"
+        raise ConfigError(problem, option="max_draft", value=max_draft, remedy=f"give {most} or less")
+    return min(own, most) if max_draft is None else max_draft
 
 
 # The tokenizer and the model's default parameters -> sequences and positions that will be used at most.
@@ -134,8 +112,14 @@ def checked(options: LoadOptions) -> LoadOptions:
     """Check combinations, and fill in the demo models and the policy's settings."""
     given = {} if options.policy_options is None else options.policy_options
     options = replace(options, policy_options=check_settings(options.policy, given))
-    _check_revision("revision", options.revision, options.model)
-    _check_revision("draft_revision", options.draft_revision, options.draft)
+    revisions = (
+        ("revision", options.revision, options.model),
+        ("draft_revision", options.draft_revision, options.draft),
+    )
+    for option, revision, of in revisions:
+        if revision is not None and of is None:
+            problem = "but no hub id is given that has it"
+            raise ConfigError(problem, option=option, value=revision, remedy="leave it out")
     if options.model is None:
         shipped = demo.head_path() if options.drafter == "eagle3" else demo.draft_path()
         draft = shipped if options.draft is None else options.draft
@@ -145,26 +129,23 @@ def checked(options: LoadOptions) -> LoadOptions:
     return options
 
 
-def _check_revision(option: str, revision: str | None, source: str | Path | None) -> None:
-    if revision is not None and source is None:
-        raise ConfigError(
-            "but no hub id is given that has it", option=option, value=revision, remedy="leave it out"
-        )
-
-
 def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
-    """Resolve the target's folder and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
-    folder = resolve(str(options.model), options.revision, options.report, weights=weights)
-    assert isinstance(options.lora, tuple)  # as its declaration keeps it
-    folder = with_loras(folder, options.lora, options.report)
-    target = _read(folder, _dtype(options), _tokenizer_folder(options.tokenizer))
+    """Find the target and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
+    source = resolve(str(options.model), options.revision, options.report, weights=weights)
+    if options.lora:
+        from foredraft.model.lora.merging import with_loras
+
+        source = with_loras(source, options.lora, options.report)
+    tokenizer = None if options.tokenizer is None else Path(options.tokenizer)
+    if tokenizer is not None and not (tokenizer / FILE).is_file():
+        remedy = "give the folder of a checkpoint"
+        raise ConfigError(f"which has no {FILE}", option="tokenizer", value=str(tokenizer), remedy=remedy)
+    target = _read(source, options, tokenizer)
     if options.weights is None:
         return target
     if target.spec.quantisation is not None:
-        raise ConfigError(
-            f"but {target.source} is quantised already ({target.spec.quantisation.described})",
-            option="weights", value=options.weights, remedy="leave it out",
-        )  # fmt: skip
+        problem = f"but {target.source} is quantised already ({target.spec.quantisation.described})"
+        raise ConfigError(problem, option="weights", value=options.weights, remedy="leave it out")
     return replace(target, bits=BITS[options.weights])
 
 
@@ -175,53 +156,33 @@ def find_draft(options: LoadOptions, *, weights: bool = True) -> Path | None:
     local = existing(options.draft)
     if local is not None and options.draft_revision is None:
         return local
-    return resolve(str(options.draft), options.draft_revision, options.report, weights=weights, drafter=True)
+    return locate(str(options.draft), options.draft_revision, options.report, weights=weights, drafter=True)
 
 
 def read_draft(options: LoadOptions, draft: Path, target: Checkpoint) -> Checkpoint:
-    """Read the spec and the tokenizer of a draft model."""
-    return _read(resolve(draft), _dtype(options), like=target.tokenizer)
-
-
-def _dtype(options: LoadOptions) -> torch.dtype | None:
-    return None if options.dtype is None else DTYPES[str(options.dtype)]
-
-
-def _tokenizer_folder(given: str | Path | None) -> Path | None:
-    """Return the folder of the tokenizer that is given in place of the target's own."""
-    if given is None:
-        return None
-    if not (Path(given) / "tokenizer.json").is_file():
-        raise ConfigError(
-            "which has no tokenizer.json",
-            option="tokenizer",
-            value=str(given),
-            remedy="give the folder of a checkpoint",
-        )
-    return Path(given)
+    return _read(source_at(draft), options, like=target.tokenizer)
 
 
 def _read(
-    folder: Path,
-    dtype: torch.dtype | None,
+    source: ModelSource,
+    options: LoadOptions,
     tokenizer_folder: Path | None = None,
     like: Tokenizer | None = None,
 ) -> Checkpoint:
     """Read a checkpoint; the tokenizer may come from elsewhere, and its tables from an equal `like`."""
-    spec = ModelSpec.from_folder(folder)
+    spec = source.spec
     if spec.ignored:
         ignored = ", ".join(spec.ignored)
-        logger.info("%s: ignored, because transformers does not read it: %s", _named(folder, CONFIG), ignored)
-    tokenizer = Tokenizer.from_folder(tokenizer_folder or folder, spec.vocab_size, like=like)
-    if tokenizer is None:
-        check_vocabulary(base_of(folder))
-    else:
-        _check_tokenizer(tokenizer_folder or folder, folder, spec, tokenizer)
-    return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype] if dtype is None else dtype)
+        logger.info("%s: ignored, because transformers does not read it: %s", source.named(CONFIG), ignored)
+    given = source if tokenizer_folder is None else ModelSource(tokenizer_folder)
+    tokenizer = given.tokenizer(spec.vocab_size, like=like)
+    if tokenizer is not None:
+        _check_tokenizer(given, source, spec, tokenizer)
+    return Checkpoint(source, spec, tokenizer, DTYPES[str(options.dtype or spec.dtype)])
 
 
-def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raise CheckpointError where a tokenizer cannot be the model's.
+def _check_tokenizer(given: ModelSource, source: ModelSource, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where a given tokenizer cannot be the model's.
 
     Only added tokens may lie beyond the model's vocabulary: the text models of Gemma 3 share a tokenizer with
     the multimodal ones. The tokens that begin and end the model's texts must exist.
@@ -234,40 +195,32 @@ def _check_tokenizer(tokenizer_folder: Path, folder: Path, spec: ModelSpec, toke
         for id in ids:
             if not found and not tokenizer.has(id):
                 found = f"no token {id}, which is the model's {name}"
-    if found:
-        if tokenizer_folder == folder and source_of(folder) != base_of(folder):
-            raise CheckpointError(
-                f"{source_of(folder)} has a vocabulary that is not its model's: it has {found}",
-                remedy=GIVE_TOKENIZER,
-            )
-        tokenizer_file, model = tokenizer_folder / "tokenizer.json", _named(folder, CONFIG)
-        raise CheckpointError(
-            f"{tokenizer_file} is not the tokenizer of {model}: it has {found}",
-            remedy="put the model's own tokenizer there",
-        )
-
-
-def _named(folder: Path, file: str) -> Path:
-    """Return the path of a checkpoint's file, or the GGUF file that the folder was made from."""
-    base, source = base_of(folder), source_of(folder)
-    return base / file if source == base else source
+    if not found:
+        return
+    file = given.named(FILE)
+    if file == source.named(CONFIG):  # a GGUF file, which has both
+        problem = f"{file} has a vocabulary that is not its model's: it has {found}"
+        raise CheckpointError(problem, remedy=GIVE_TOKENIZER)
+    raise CheckpointError(
+        f"{file} is not the tokenizer of {source.named(CONFIG)}: it has {found}",
+        remedy="put the model's own tokenizer there",
+    )
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """Return the sampling parameters of generation_config.json, without values that no request may have."""
     params = SamplingParams()
-    for option, value in generation_defaults(checkpoint.folder, checkpoint.spec.vocab_size).items():
+    config, file = checkpoint.source.generation or {}, checkpoint.source.named(GENERATION)
+    for option, value in generation_defaults(config, file, checkpoint.spec.vocab_size).items():
         try:
             params = replace(params, **{option: value})
         except RequestError as error:
-            logger.warning("%s: %s; it is left out", _named(checkpoint.folder, GENERATION), error)
+            logger.warning("%s: %s; it is left out", file, error)
     return params
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenDrafting:
-    """The drafters that were chosen for an engine."""
-
     drafter: str  # the drafter for requests that do not give one
     found: Mapping[str, Found]  # all are built, since a request may name any of them
     missing: Mapping[str, Missing]  # what the other drafters lack
@@ -321,7 +274,7 @@ def choose_drafting(
             weights_here=weights_here,
             draft=draft if owner in (None, name) else None,
             read_draft=read,
-            shipped=(demo.adapter_path(),) if base_of(target.folder) == demo.target_path() else (),
+            shipped=(demo.adapter_path(),) if target.source.path == demo.target_path() else (),
             free_memory=partial(free_memory, device),
             found=tuple(found.values()),
         )

@@ -7,7 +7,7 @@ GGUF file; tensors are checked where the weights are here. Too little memory is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,13 +33,10 @@ from foredraft.loading.machine_limits import choose_threads, free_memory
 from foredraft.loading.runners import check_dtype, describe_operators, find_device
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
-from foredraft.model.hub import weights_to_come
-from foredraft.model.lora.lora_config import loras_of
-from foredraft.model.lora.lora_tensors import Replacement
-from foredraft.model.lora.merging import open_lora
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import unserved_because
+from foredraft.model.source import weights_to_come
 from foredraft.model.weights import load_decoder, parameter_count
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
@@ -47,8 +44,6 @@ CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
 
 @dataclass(frozen=True, slots=True)
 class LoraInfo:
-    """A LoRA that is merged into the target."""
-
     name: str  # its folder or hub id as given
     ranks: tuple[int, ...]  # the ranks of its changes, from the least
     alphas: tuple[float, ...]  # their α, from the least
@@ -60,15 +55,13 @@ class LoraInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One model."""
-
     role: str  # "target" or "draft"
     name: str | None  # the folder or hub id as given; None for a demo model
     folder: str  # its local folder or GGUF file
     architecture: str  # its architecture, as config.json names it
     parameters: int  # number of weights; a tied head counts once
-    layers: int  # number of layers
-    hidden_size: int  # size of a hidden state
+    layers: int
+    hidden_size: int
     vocab_size: int  # number of token ids
     max_positions: int  # the model's own limit on the tokens of a sequence
     dtype: str  # the dtype that it would run in
@@ -87,8 +80,6 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PairInfo:
-    """How a draft model fits its target."""
-
     drafter: str  # the drafter that uses it
     same_tokenizer: bool  # both models have one tokenizer; vocabularies may still differ in size
     parameter_ratio: float  # parameters of the target ÷ those of the draft model
@@ -96,9 +87,7 @@ class PairInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """A drafter, and whether it is at hand."""
-
-    name: str  # its name
+    name: str
     at_hand: bool  # `load` would make it
     note: str | None = None  # the asset that it uses, or what it lacks; None where neither applies
 
@@ -115,10 +104,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ThreadsInfo:
-    """How many CPU threads would compute, and why in one line."""
-
-    number: int
-    why: str
+    number: int  # of CPU threads that would compute
+    why: str  # in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +152,13 @@ def inspect_models(
         device=str(device),
         free_bytes=free_memory(device),
         models=models,
-        pair=_pair_info(target, drafting, models) if drafting.models else None,
+        pair=None
+        if not drafting.models
+        else PairInfo(
+            drafter=next(name for name, found in drafting.found.items() if found.models),
+            same_tokenizer=same_vocabulary(target, drafting.models[0]),
+            parameter_ratio=models[0].parameters / models[1].parameters,
+        ),
         drafters=tuple(
             DrafterInfo(name, name in drafting.found, _note(name, drafting, spelling))
             for name, kind in DRAFTERS.items()
@@ -186,9 +179,9 @@ def _kernels(target: Checkpoint, device: torch.device, spelling: Callable[[Optio
 def _check(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Check dtype, and the names and shapes of the tensors where they are there; return whether they are."""
     check_dtype(device, checkpoint.dtype)
-    if weights_to_come(checkpoint.folder):
+    if weights_to_come(checkpoint.source.path):
         return False
-    load_decoder(checkpoint.folder, "meta", checkpoint.dtype)
+    load_decoder(checkpoint.source, "meta", checkpoint.dtype)
     return True
 
 
@@ -225,11 +218,13 @@ def _model_info(
         larger_bytes=larger,
         expanded_bytes=expanded_memory(checkpoint, device),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
-        loras=tuple(_lora_info(name, folder) for name, folder in loras_of(checkpoint.folder)),
+        loras=tuple(_lora_info(name, folder) for name, folder in checkpoint.source.loras),
     )
 
 
 def _lora_info(name: str, folder: Path) -> LoraInfo:
+    from foredraft.model.lora.adapter import Replacement, open_lora
+
     with ExitStack() as stack:
         lora = open_lora(name, folder, stack)
     config, changed = lora.config, {c.module for c in lora.changes if not isinstance(c.what, Replacement)}
@@ -241,14 +236,6 @@ def _lora_info(name: str, folder: Path) -> LoraInfo:
         modules=dict(sorted(Counter(module.rpartition(".")[2] for module in changed).items())),
         replaced=sum(isinstance(change.what, Replacement) for change in lora.changes),
         base=config.base,
-    )
-
-
-def _pair_info(target: Checkpoint, drafting: ChosenDrafting, models: Sequence[ModelInfo]) -> PairInfo:
-    return PairInfo(
-        drafter=next(name for name, found in drafting.found.items() if found.models),
-        same_tokenizer=same_vocabulary(target, drafting.models[0]),
-        parameter_ratio=models[0].parameters / models[1].parameters,
     )
 
 

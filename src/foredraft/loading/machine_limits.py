@@ -58,17 +58,13 @@ def groups_of(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
             continue
         mounted, point = left.split(" ")[3:5]
         top = root / point.lstrip("/")
-        folder = top / _below(path, mounted)
+        # a container may see its own group at the top
+        inside = ".." not in Path(path).parts and Path(path).is_relative_to(mounted)
+        folder = top / (os.path.relpath(path, mounted) if inside else ".")
         yield kind, folder
         while folder != top:
             folder = folder.parent
             yield kind, folder
-
-
-def _below(path: str, mounted: str) -> str:
-    """Return where a group lies below the mounted one; a container may see its own group at the top."""
-    inside = ".." not in Path(path).parts and Path(path).is_relative_to(mounted)
-    return os.path.relpath(path, mounted) if inside else "."
 
 
 ROOT = Path("/")
@@ -105,64 +101,42 @@ class Cpus:
 
 
 def usable_cpus(root: Path | None = None) -> Cpus:
-    """Return the CPUs that this process may use."""
     root = ROOT if root is None else root
-    allowed = _allowed()
-    quota = min(_quotas(root), default=None)
-    return Cpus(allowed, _cores(allowed, root), quota)
-
-
-def _allowed() -> tuple[int, ...]:
-    """Return the ids of the logical CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    count = getattr(os, "process_cpu_count", os.cpu_count)()  # the first is new in Python 3.13
-    return tuple(range(count or 1))
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPUs of every control group of this process that has a quota."""
+        allowed = tuple(sorted(os.sched_getaffinity(0)))
+    else:  # the first is new in Python 3.13
+        allowed = tuple(range(getattr(os, "process_cpu_count", os.cpu_count)() or 1))
+    quotas = list[float]()
     for kind, folder in groups_of("cpu", root):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # "max", or no such file: no quota
-            quota, period = _quota_and_period(kind, folder)
-            if quota > 0:  # version 1 says -1 where there is none
-                yield quota / period
-
-
-def _quota_and_period(kind: str, folder: Path) -> tuple[int, int]:
-    """Return a group's CPU time and the period that it is for, in microseconds."""
-    if kind == "cgroup2":
-        quota, period = (folder / "cpu.max").read_text().split()
-    else:
-        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    return int(quota), int(period)
+            if kind == "cgroup2":
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:  # version 1 says -1 where there is none
+                quotas.append(int(quota) / int(period))
+    return Cpus(allowed, _cores(allowed, root), min(quotas, default=None))
 
 
 def _cores(allowed: tuple[int, ...], root: Path) -> int:
     """Return the physical cores of these logical CPUs; where the system does not tell, each is one."""
+
+    def siblings(cpu: int) -> str:
+        for name in SIBLINGS:
+            with contextlib.suppress(OSError):
+                if listed := (root / f"sys/devices/system/cpu/cpu{cpu}/topology" / name).read_text().strip():
+                    return listed
+        return str(cpu)
+
     if sys.platform == "darwin":
-        return min(len(allowed), _cores_of_mac() or len(allowed))
-    return len({_siblings(cpu, root / f"sys/devices/system/cpu/cpu{cpu}/topology") for cpu in allowed})
-
-
-def _siblings(cpu: int, topology: Path) -> str:
-    """Return the list of the logical CPUs of a CPU's core, as the system writes it."""
-    for name in SIBLINGS:
-        with contextlib.suppress(OSError):
-            if listed := (topology / name).read_text().strip():
-                return listed
-    return str(cpu)
-
-
-def _cores_of_mac() -> int | None:
-    for name in SYSCTLS:
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            told = subprocess.run(
-                ["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True
-            )
-            if (cores := int(told.stdout)) > 0:
-                return cores
-    return None
+        for name in SYSCTLS:
+            command = ["sysctl", "-n", name]
+            with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+                told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+                if (cores := int(told.stdout)) > 0:
+                    return min(len(allowed), cores)
+        return len(allowed)
+    return len({siblings(cpu) for cpu in allowed})
 
 
 MEMORY_ROOT = Path("/")
@@ -178,31 +152,20 @@ _MEMORY = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a device."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return min(_available(MEMORY_ROOT), *_left_in_groups(MEMORY_ROOT))
-
-
-def _available(root: Path) -> int:
-    """Return the free bytes of the whole machine; half of its memory where /proc does not say."""
     try:
-        fields = _fields(root / "proc/meminfo")
-        return fields["MemAvailable:"] * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the free bytes of every control group of this process that has a limit."""
-    yield 2**63  # no limit
-    for kind, folder in groups_of("memory", root):
+        found = [_fields(MEMORY_ROOT / "proc/meminfo")["MemAvailable:"] * 1024]
+    except (OSError, KeyError, ValueError):  # half of the machine's memory
+        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    for kind, folder in groups_of("memory", MEMORY_ROOT):
         with contextlib.suppress(OSError, KeyError, ValueError):  # "max", or no such file: no limit
-            files, cached = _MEMORY[kind]
+            files, cached_keys = _MEMORY[kind]
             limit, usage = (int((folder / name).read_text()) for name in files)
             fields = _fields(folder / "memory.stat")
-            yield max(0, limit - usage + sum(fields[key] for key in cached))
+            found.append(max(0, limit - usage + sum(fields[key] for key in cached_keys)))
+    return min(found)
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -218,7 +181,7 @@ OWN, OPENMP = "FOREDRAFT_THREADS", "OMP_NUM_THREADS"
 class Threads:
     """A number of threads, and where it comes from."""
 
-    number: int  # the number
+    number: int
     reason: Text  # where it comes from, for people
     kept: bool = False  # a load or the program gave it, so later loads without a number keep it
     unmeasured: Cpus | None = None  # where it is not known whether all are faster than their cores
@@ -341,11 +304,8 @@ def _set_by_program(cpus: Cpus, openmp: int | None) -> bool:
     number = torch.get_num_threads()
     if _used is not None:
         return number != _used.number
-    by_variable = openmp or _digits(os.environ.get("MKL_NUM_THREADS", ""))
+    mkl = os.environ.get("MKL_NUM_THREADS", "")
+    by_variable = openmp or (int(mkl) if mkl.isascii() and mkl.isdigit() else 0)
     if by_variable:
         return number != by_variable
     return not min(cpus.cores, len(cpus.allowed)) <= number <= max(os.cpu_count() or 1, len(cpus.allowed))
-
-
-def _digits(value: str) -> int:
-    return int(value) if value.isascii() and value.isdigit() else 0

@@ -36,12 +36,18 @@ def find_device(name: str | None) -> torch.device:
     kind, _, index = str(name).partition(":")
     if kind not in DEVICES:
         raise unknown
-    if kind == "cpu" and index:
-        raise ConfigError("but there is one CPU", option="device", value=name, remedy="give 'cpu'")
-    if kind == "cuda":
-        _check_gpu(name, int(index or 0))
-        return _indexed(device)
-    return device
+    if kind == "cpu":
+        if index:
+            raise ConfigError("but there is one CPU", option="device", value=name, remedy="give 'cpu'")
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problem, remedy = "but this PyTorch sees no CUDA device", "give 'cpu'"
+    if count:
+        known = ", ".join(f"cuda:{index}" for index in range(count))
+        problem, remedy = f"but this PyTorch sees only {known}", "give one of these"
+    if int(index or 0) >= count:  # `torch.device` takes it modulo 256
+        raise ConfigError(problem, option="device", value=name, remedy=remedy)
+    return _indexed(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -49,24 +55,12 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _check_gpu(name: str, index: int) -> None:
-    """Raise ConfigError where there is no GPU of an index, which `torch.device` takes modulo 256."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise ConfigError(
-            "but this PyTorch sees no CUDA device", option="device", value=name, remedy="give 'cpu'"
-        )
-    if index >= count:
-        known = ", ".join(f"cuda:{index}" for index in range(count))
-        raise ConfigError(
-            f"but this PyTorch sees only {known}", option="device", value=name, remedy="give one of these"
-        )
-
-
 @torch.inference_mode()
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Run the operators of a layer in a dtype once; log a warning where a GPU emulates bfloat16."""
     name = dtype_name(dtype)
+    first, second = (other for other in ("float32", "bfloat16", "float16") if other != name)
+    others = ("give ", Option("dtype", first), " or ", Option("dtype", second))
     try:
         found = _layer_of_ones(device, dtype)
     except (RuntimeError, NotImplementedError) as error:
@@ -76,18 +70,22 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
                 f"on which this PyTorch cannot compute ({reason})", option="device", value=str(device),
                 remedy=("install a PyTorch that is built for this GPU, or give ", Option("device", "cpu")),
             ) from None  # fmt: skip
-        raise ConfigError(
-            f"which {device} cannot compute in ({reason})",
-            option="dtype",
-            value=name,
-            remedy=_other_dtypes(name),
-        ) from None
+        problem = f"which {device} cannot compute in ({reason})"
+        raise ConfigError(problem, option="dtype", value=name, remedy=others) from None
     if not torch.allclose(found, F.silu(torch.ones(8, 8)), atol=0.01):
-        raise ConfigError(
-            f"in which {device} computes wrong values", option="dtype", value=name, remedy=_other_dtypes(name)
-        )
+        problem = f"in which {device} computes wrong values"
+        raise ConfigError(problem, option="dtype", value=name, remedy=others)
     if device.type == "cuda":
         _warn_of_emulation(device, dtype)
+
+
+def _warn_of_emulation(device: torch.device, dtype: torch.dtype) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == torch.bfloat16 and capability < NATIVE_BFLOAT16:
+        shown = torch.cuda.get_device_name(device), *capability
+        logger.warning(
+            "%s (compute capability %d.%d) emulates bfloat16, slowly; float16 is faster there", *shown
+        )
 
 
 def _layer_of_ones(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -105,22 +103,6 @@ def _computes(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _warn_of_emulation(device: torch.device, dtype: torch.dtype) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if dtype == torch.bfloat16 and capability < NATIVE_BFLOAT16:
-        logger.warning(
-            "%s (compute capability %d.%d) emulates bfloat16, slowly; float16 is faster there",
-            torch.cuda.get_device_name(device),
-            *capability,
-        )
-
-
-def _other_dtypes(name: str) -> tuple[str | Option, ...]:
-    """Return the remedy that names the dtypes other than `name`."""
-    first, second = (other for other in ("float32", "bfloat16", "float16") if other != name)
-    return "give ", Option("dtype", first), " or ", Option("dtype", second)
 
 
 def check_compile(options: LoadOptions, device: torch.device) -> None:
@@ -145,16 +127,12 @@ def make_runners(options: LoadOptions, models: Sequence[Checkpoint], device: tor
     for checkpoint in models:
         options.report("load", len(made), len(models))
         exact = options.deterministic and not made  # a draft model's bits do not reach the output
-        made.append(
-            make_runner(
-                checkpoint, device, deterministic=exact, compile=options.compile, kernels=options.kernels
-            )
-        )
+        made.append(make_runner(checkpoint, device, options, deterministic=exact))
     options.report("load", len(made), len(made))
     slow = [checkpoint for checkpoint, runner in zip(models, made, strict=True) if not runner.by_kernels]
     if slow and options.allows_kernels and device.type == "cpu":
         told = describe_operators(slow[0].spec, device, slow[0].dtype)
-        logger.warning("%s: " + "%s" * len(told), slow[0].folder, *told)
+        logger.warning("%s: " + "%s" * len(told), slow[0].source, *told)
     return made
 
 
@@ -171,37 +149,28 @@ def describe_operators(spec: ModelSpec, device: torch.device, dtype: torch.dtype
 
 
 def make_runner(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    *,
-    deterministic: bool = True,
-    compile: bool = False,
-    kernels: bool | None = None,
+    checkpoint: Checkpoint, device: torch.device, options: LoadOptions, *, deterministic: bool
 ) -> Runner:
     """Load the weights of one model, after the probes for batch-invariant shapes, to save memory."""
-    folder, dtype = checkpoint.folder, checkpoint.dtype
+    source, dtype, compile, kernels = checkpoint.source, checkpoint.dtype, options.compile, options.kernels
     length = checkpoint.length
-    outline = load_decoder(folder, "meta", dtype, length=length)  # checks names and shapes, reads no value
+    outline = load_decoder(source, "meta", dtype, length=length)  # checks names and shapes, reads no value
     reason = "compile is on" if compile else "they are off" if kernels is False else None
     reason = reason or unserved_because(outline.spec, device, dtype)
     if kernels and reason is not None:
-        raise ConfigError(
-            f"but the kernels cannot run {folder} here: {reason}",
-            option="kernels",
-            value=True,
-            remedy="leave it out",
-        )
+        problem = f"but the kernels cannot run {source} here: {reason}"
+        raise ConfigError(problem, option="kernels", value=True, remedy="leave it out")
     if reason is None:
-        runner = Runner(load_decoder(folder, device, dtype, native=True, bits=checkpoint.bits, length=length))
+        runner = Runner(load_decoder(source, device, dtype, native=True, bits=checkpoint.bits, length=length))
     else:
         probed = cached_shapes(outline, device, probe_shapes) if deterministic else None
-        decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits, length=length)
+        decoder = load_decoder(source, device, dtype, bits=checkpoint.bits, length=length)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
-    logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
+    logger.info("%s: %s%s", source, runner.choices, f"; no kernels: {reason}" if reason else "")
     rope = checkpoint.spec.rope
     if rope.long_factors:
         kind = "short" if runner.decoder.spec.rope.factors == rope.factors else "long"
-        logger.info("%s: the %s factors of longrope, for texts up to %s tokens", folder, kind, length)
+        logger.info("%s: the %s factors of longrope, for texts up to %s tokens", source, kind, length)
     for format, size in expanded_bytes(outline.spec, device, dtype, native=reason is None).items():
-        logger.info("%s: weights of %s are expanded and take %s", folder, format, as_gib(size))
+        logger.info("%s: weights of %s are expanded and take %s", source, format, as_gib(size))
     return runner

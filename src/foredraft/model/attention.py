@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import RowSpan, soft_cap
 from foredraft.model.rope import Rope, rope_table
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import ModelSpec, Plan
 
 Rotation = tuple[Tensor, ...]  # cosines and signed sines of every column, [N, 1, R] each
 

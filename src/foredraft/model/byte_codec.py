@@ -1,26 +1,23 @@
 """`ByteCodec`: the bytes that token ids stand for, kept in the user's cache folder, and ids for given bytes.
 
 Two tokenizers share nothing but the text, which decoding and encoding may change. A drafter that carries text
-from one to another uses this codec, which gives the exact bytes or nothing. A file holds the length of each
-id's bytes, as int32 in little-endian order, and then the bytes.
+from one to another uses this codec, which gives the exact bytes or nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 
-import numpy as np
 import tokenizers
 
 from foredraft import user_cache
 from foredraft.model.tokenizer import Tokenizer, token_bytes
 
-KIND, SUFFIX = "vocabularies", ".bytes"  # of the user's cache
-RULE = 1  # raised when `ByteCodec` finds other bytes
+KIND = "vocabularies"  # of the user's cache
+RULE = 2  # raised when `ByteCodec` finds other bytes, or they are kept otherwise
 MIN_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
 MAX_TABLES = 16  # of 3 MB for 262,144 ids
-NO_BYTES = -1  # the length of an id that adds nothing to a text
+CODE = "latin-1"  # a character of a kept text is a byte
 
 Bytes = Sequence["bytes | None"]
 
@@ -36,32 +33,12 @@ def kept_bytes(tokenizer: Tokenizer, size: int, make: Callable[[], Iterable[byte
         "ids": tokenizer.model_vocab_size,
         "size": size,
     }
-    content = user_cache.read_bytes(KIND, key, SUFFIX)
-    if content is not None and (kept := _unpacked(content, size)) is not None:
-        return kept
-    made = [*make()]
-    user_cache.write_bytes(KIND, key, SUFFIX, _packed(made))
-    user_cache.keep_newest(KIND, SUFFIX, MAX_TABLES)
-    return made
-
-
-def _packed(table: Bytes) -> bytes:
-    lengths = np.array([NO_BYTES if each is None else len(each) for each in table], dtype="<i4")
-    return lengths.tobytes() + b"".join(each for each in table if each is not None)
-
-
-def _unpacked(content: bytes, size: int) -> Bytes | None:
-    """Return the table in a file; None where `_packed` cannot have written it."""
-    if len(content) < 4 * size:
-        return None
-    lengths, data = np.frombuffer(content, dtype="<i4", count=size), content[4 * size :]
-    ends = np.cumsum(np.maximum(lengths, 0), dtype=np.int64)
-    if int(lengths.min()) < NO_BYTES or int(ends[-1]) != len(data):
-        return None
-    table: list[bytes | None] = [data[start:end] for start, end in pairwise([0, *ends.tolist()])]
-    for id in np.flatnonzero(lengths == NO_BYTES).tolist():
-        table[id] = None
-    return table
+    texts = user_cache.read(KIND, key)
+    if texts is None:
+        texts = [None if each is None else each.decode(CODE) for each in make()]
+        user_cache.write(KIND, key, texts)
+        user_cache.keep_newest(KIND, ".json", MAX_TABLES)
+    return [None if each is None else each.encode(CODE) for each in texts]
 
 
 # Texts that few tokenizers merge with the letters behind them, in front of which they put no space.
@@ -80,7 +57,9 @@ class ByteCodec:
         self._before = tokenizer.text_of(self._tokens_before)
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
-        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]  # (BOS)
+        whole, size = tokenizer.encode("a"), len(self._context)
+        places = (at for at in range(len(whole) - size + 1) if whole[at : at + size] == self._context)
+        self.prefix = [id for id in whole[: next(places, 0)] if id in within]  # (BOS)
         self.pads = self.join(self._context) == b" a"  # a space in front
 
     def of(self, id: int) -> bytes | None:
@@ -174,10 +153,3 @@ def _literal(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     literal.add_tokens([added[id] for id in sorted(added) if id < tokenizer.model_vocab_size])
     literal.encode_special_tokens = True
     return literal
-
-
-def _before(ids: list[int], text: list[int]) -> list[int]:
-    for at in range(len(ids) - len(text) + 1):
-        if ids[at : at + len(text)] == text:
-            return ids[:at]
-    return []

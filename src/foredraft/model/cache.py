@@ -24,7 +24,6 @@ from foredraft.model.spec import OUTSIDE, ModelSpec
 STORED_MULTIPLE = 1024
 SLACK = 256  # default `slack` in positions: the longest padding of a pass
 BLOCK = 32  # positions in one block of keys, as the C kernels read them
-NO_VIEW = "keys in blocks have no view in order of positions"
 
 
 def _stored(positions: int, slack: int) -> int:
@@ -32,11 +31,11 @@ def _stored(positions: int, slack: int) -> int:
     return math.ceil((positions + 2 * slack) / STORED_MULTIPLE) * STORED_MULTIPLE
 
 
-def _in_blocks(keys: Tensor) -> Tensor:
-    """Return keys [..., P, D] in blocks, [..., P / 32, D / word, 32, word]."""
+def _in_blocks(keys: Tensor, blocked: bool) -> Tensor:
+    """Return keys [..., P, D] in blocks, [..., P / block, D / word, block, word]; plain ones hold a key."""
     *outer, stored, dim = keys.shape
-    word = 2 if keys.dtype == torch.bfloat16 else 1
-    return keys.view(*outer, stored // BLOCK, dim // word, BLOCK, word)
+    block, word = (BLOCK, 2 if keys.dtype == torch.bfloat16 else 1) if blocked else (1, dim)
+    return keys.view(*outer, stored // block, dim // word, block, word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class CacheLayers:
         self.positions, self.slack, self.scratch = positions, slack, positions + slack
         self.device, self.dtype, self.blocked = layers[0].device, layers[0].dtype, blocked
         self._layers = tuple(layers)
-        self._layer_keys = [_in_blocks(layer[0]) if blocked else layer[0] for layer in layers]
+        self._layer_keys = [_in_blocks(layer[0], blocked) for layer in layers]
         self._pointers = array("Q", (layer.data_ptr() for layer in layers))
 
     def joined(self, depth: int, other: CacheLayers) -> CacheLayers:
@@ -87,16 +86,16 @@ class CacheLayers:
 
     def layer(self, index: int) -> Tensor:
         """Return keys and values of a layer, [2, R, H, P, D]; only of a cache that is not `blocked`."""
-        assert not self.blocked, NO_VIEW
+        assert not self.blocked, "keys in blocks have no view in order of positions"
         return self._layers[index]
 
     def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
         rows = slice(first_row, first_row + count)
-        keys, values = self._layer_keys[layer][rows], self._layers[layer][1, rows, :, :length]
+        keys, values = self._layers[layer][:, rows, :, :length].unbind()
         if self.blocked:
-            blocks = keys[:, :, : math.ceil(length / BLOCK)]  # [B, H, L / 32, D / word, 32, word]
-            keys = blocks.transpose(3, 4).flatten(4).flatten(2, 3)
-        return keys[:, :, :length], values
+            blocks = self._layer_keys[layer][rows, :, : math.ceil(length / BLOCK)]
+            keys = blocks.transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :length]
+        return keys, values
 
 
 class KVCache(CacheLayers):
@@ -116,7 +115,7 @@ class KVCache(CacheLayers):
             if spec.stores(layer) or spec.source_of(layer) == OUTSIDE:  # what is outside is not: to be timed
                 own.setdefault((spec.kv_heads_of(window), spec.head_dim_of(window)), []).append(layer)
         stored, places = _stored(positions, slack), dict[int, Tensor]()
-        # all keys and values: [layers, 2, R, H, P, D] of the layers with heads of one shape
+        # all keys and values: [layers, 2, R, H, P, D] of the layers with heads of one shape each
         self.planes: list[Tensor] = []
         for (heads, dim), layers in own.items():
             self.planes.append(pool.zeros((len(layers), 2, rows, heads, stored, dim), dtype, device))
@@ -125,81 +124,64 @@ class KVCache(CacheLayers):
         all_layers = [places[layer] for layer in stored_in]
         super().__init__(all_layers, positions, slack, blocked=blocked)
         self.lengths = [0] * rows  # the valid positions of each row; the owner of the sequences sets them
-        # keys and values [layers, R, H, P, D] of every plane
-        pairs = (plane.unbind(1) for plane in self.planes)
-        self._pairs = [(_in_blocks(keys) if blocked else keys, values) for keys, values in pairs]
-
-    @property
-    def memory(self) -> Tensor:
-        """All keys and values [layers, 2, R, H, P, D]; only where all heads have one shape."""
-        [plane] = self.planes
-        return plane
+        # keys in blocks, and values [layers, R, H, P, D], of every plane
+        self._pairs = [(_in_blocks(plane[:, 0], blocked), plane[:, 1]) for plane in self.planes]
 
     @property
     def data(self) -> Tensor:
-        assert not self.blocked, NO_VIEW
-        return self.memory
-
-    @property
-    def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in self.planes)
+        """All keys and values as they lie, [layers, 2, R, H, P, D]; only where all heads have one shape."""
+        [plane] = self.planes
+        return plane
 
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [H, T, D] of one row at the positions from `start` on."""
-        stop, own = start + keys.shape[1], self._layer_keys[layer]
+        stop, blocks = start + keys.shape[1], self._layer_keys[layer]
         self._layers[layer][1, row, :, start:stop] = values
         if not self.blocked:
-            own[row, :, start:stop] = keys
+            self._layers[layer][0, row, :, start:stop] = keys
             return
         positions = torch.arange(start, stop, device=self.device)
-        word = own.shape[-1]
-        words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, word)  # [H, T, D / word, word]
-        own[row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
+        words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, blocks.shape[-1])  # [H, T, D / word, word]
+        blocks[row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `target`, and set the target's length."""
         if source != target:
-            pairs = zip(self._views(source, 0, length), self._views(target, 0, length), strict=True)
-            for original, copy in pairs:
-                copy.copy_(original)
+            _copy(self._views(source, 0, length), self._views(target, 0, length))
         self.lengths[target] = length
 
     def move(self, row: int, source: int, target: int) -> None:
         for keys, values in self._pairs:
+            block = keys.shape[-2]
+            moved = keys[:, row, :, source // block, :, source % block]
+            keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
-            if self.blocked:
-                moved = keys[:, row, :, source // BLOCK, :, source % BLOCK]
-                keys[:, row, :, target // BLOCK, :, target % BLOCK] = moved
-            else:
-                keys[:, row, :, target] = keys[:, row, :, source]
 
     def take(self, row: int, start: int, stop: int) -> Span:
         return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))
 
     def put_back(self, span: Span) -> None:
-        for part, place in zip(span.parts, self._views(span.row, span.start, span.stop), strict=True):
-            place.copy_(part)
+        _copy(span.parts, self._views(span.row, span.start, span.stop))
 
     def wipe(self, row: int, length: int) -> None:
         for part in self._views(row, length, self.stored):
             part.zero_()
 
     def _views(self, row: int, start: int, stop: int) -> list[Tensor]:
-        return [view for pair in self._pairs for view in self._views_of(*pair, row, start, stop)]
-
-    def _views_of(self, keys: Tensor, values: Tensor, row: int, start: int, stop: int) -> list[Tensor]:
-        """Return the views of one plane; keys in blocks come as whole blocks and partial ones at the ends."""
-        keys, values = keys[:, row], values[:, row, :, start:stop]
-        if not self.blocked:
-            return [values, keys[:, :, start:stop]]
-        first, last = math.ceil(start / BLOCK), stop // BLOCK  # the whole blocks are [first, last)
-        if first > last:  # the positions lie within a single block
-            return [values, keys[:, :, last, :, start % BLOCK : stop % BLOCK]]
-        views = [values, keys[:, :, first:last]]
-        if start % BLOCK:
-            views.append(keys[:, :, first - 1, :, start % BLOCK :])
-        if stop % BLOCK:
-            views.append(keys[:, :, last, :, : stop % BLOCK])
+        """Return views of positions of a row; keys come as whole blocks, and partial ones at the ends."""
+        views: list[Tensor] = []
+        for keys, values in self._pairs:
+            keys, block = keys[:, row], keys.shape[-2]
+            views.append(values[:, row, :, start:stop])
+            first, last = math.ceil(start / block), stop // block  # the whole blocks are [first, last)
+            if first > last:  # the positions lie within a single block
+                views.append(keys[:, :, last, :, start % block : stop % block])
+                continue
+            views.append(keys[:, :, first:last])
+            if start % block:
+                views.append(keys[:, :, first - 1, :, start % block :])
+            if stop % block:
+                views.append(keys[:, :, last, :, : stop % block])
         return views
 
     def zero_row(self, row: int) -> None:
@@ -215,3 +197,8 @@ class KVCache(CacheLayers):
     def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
         """Return the memory of the keys and values of `positions` positions, in bytes, without slack."""
         return spec.cached_values * positions * dtype.itemsize
+
+
+def _copy(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part)

@@ -16,32 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean, invalid_at
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.errors import Option, RequestError, Text, did_you_mean, invalid_at
+from foredraft.model.config import broken, read_json
 
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
-
-
-def takes_parts_alone(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Return whether a template shows a message's text only where it is given as a part."""
-
-    def shows(content: Any) -> bool:
-        try:
-            return PROBE in render([{"role": "user", "content": content}])
-        except Exception:  # the expressions of a template may raise anything
-            return False
-
-    return not shows(PROBE) and shows(_parts(PROBE))
-
-
-def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts."""
-    return [
-        {**message, "content": _parts(message["content"])}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
 
 
 def _parts(text: str) -> list[dict[str, Any]]:
@@ -52,12 +30,10 @@ Message = Mapping[str, Any]  # one message: "role", and the other keys that the 
 
 FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys for a message's reasoning; the first one present counts
+# keys for a message's reasoning; the first one present counts
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Variables that a template may leave unread without an error.
 STANDARD = {"add_generation_prompt", *SPECIAL}
 LISTS = {"tools", "documents"}  # refused where they hold something that the template does not read
@@ -95,8 +71,35 @@ class ChatTemplate:
         """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json."""
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
-        templates = _from_files(folder) or _from_config(config.get("chat_template"), file)
-        return cls(templates, _special_tokens(folder, config)) if templates else None
+        tokens = config
+        # Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides it,
+        # as in transformers.
+        if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
+            tokens = config | read_json(folder / SPECIAL_TOKENS)
+        files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+        files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+        try:
+            templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise broken(f"{folder} has a chat template that cannot be read ({error})") from error
+        return cls(templates, _texts(tokens)) if templates else cls.from_config(config, file, tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], where: Path, tokens: Mapping[str, Any] | None = None
+    ) -> ChatTemplate | None:
+        """Return the templates of a tokenizer_config.json: one, or a list of named ones."""
+        found = config.get("chat_template")
+        if found is None:
+            return None
+        listed = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
+        try:
+            templates = {each["name"]: each["template"] for each in listed}
+        except (TypeError, KeyError):
+            templates = {}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
+            raise broken(f"{where}: chat_template is neither a template nor a list of named templates")
+        return cls(templates, _texts(config if tokens is None else tokens))
 
     def render(
         self,
@@ -119,7 +122,9 @@ class ChatTemplate:
         plain, begun = _checked(messages), ""
         source = self.source(with_tools=tools is not None)
         if self._takes_parts_alone(source):
-            plain = as_parts(plain)
+            for message in plain:
+                if isinstance(message.get("content"), str):
+                    message["content"] = _parts(message["content"])
         if continue_final_message:
             plain, begun = _marked(plain)
         append = bool(add_generation_prompt) and not continue_final_message
@@ -134,14 +139,17 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)})",
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
-        chosen = (
-            {"tools"} if TOOL_USE in self.templates else set()
-        )  # tools have chosen a template of their own
-        _check_variables([*variables, *(name for name in LISTS - chosen if given[name])], read)
+        # tools have chosen a template of their own
+        chosen = {"tools"} if TOOL_USE in self.templates else set()
+        for name in [*variables, *(name for name in LISTS - chosen if given[name])]:
+            if name not in STANDARD | read:  # the template would ignore it
+                others = sorted(read - STANDARD - LISTS - {"messages"})
+                shown = ", ".join(others) or "only the standard ones"
+                remedy = f"leave it out (it reads {shown}){did_you_mean(name, others)}"
+                raise RequestError(f"the chat template does not read {name!r}", remedy=remedy)
         if invalid_at(text) is not None:
-            raise RequestError(
-                "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
-            )
+            remedy = "give text that can be encoded as UTF-8"
+            raise RequestError("a message is not valid Unicode", remedy=remedy)
         return _cut(text, begun, source) if continue_final_message else text
 
     def _takes_parts_alone(self, source: str) -> bool:
@@ -152,9 +160,15 @@ class ChatTemplate:
             from foredraft.model.template import render
 
             values = self.special_tokens | {"add_generation_prompt": True, "tools": None, "documents": None}
-            self._in_parts[source] = takes_parts_alone(
-                lambda messages: render(source, values | {"messages": messages})
-            )
+
+            def shows(content: Any) -> bool:
+                try:
+                    messages = [{"role": "user", "content": content}]
+                    return PROBE in render(source, values | {"messages": messages})
+                except Exception:  # the expressions of a template may raise anything
+                    return False
+
+            self._in_parts[source] = not shows(PROBE) and shows(_parts(PROBE))
         return self._in_parts[source]
 
     @property
@@ -189,60 +203,10 @@ class ChatTemplate:
         return self.templates[DEFAULT]
 
 
-def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
-    """Check that the template reads every given variable, since it would ignore the others."""
-    for name in given:
-        if name not in STANDARD | read:
-            others = sorted(read - STANDARD - LISTS - {"messages"})
-            shown = ", ".join(others) or "only the standard ones"
-            raise RequestError(
-                f"the chat template does not read {name!r}",
-                remedy=f"leave it out (it reads {shown}){did_you_mean(name, others)}",
-            )
-
-
-def _from_files(folder: Path) -> dict[str, str]:
-    files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
-    files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
-    try:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{folder} has a chat template that cannot be read ({error})", remedy=DOWNLOAD_AGAIN
-        ) from error
-
-
-def _from_config(found: Any, file: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer_config.json, which holds one, or a list of named ones."""
-    if found is None:
-        return {}
-    listed = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
-    try:
-        templates = {each["name"]: each["template"] for each in listed}
-    except (TypeError, KeyError):
-        templates = {}
-    if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
-        raise CheckpointError(
-            f"{file}: chat_template is neither a template nor a list of named templates",
-            remedy=DOWNLOAD_AGAIN,
-        )
-    return templates
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by name; a token may be an object that holds its text.
-
-    Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides the
-    config, as in transformers.
-    """
-    file = folder / "special_tokens_map.json"
-    found = dict(config)
-    if "added_tokens_decoder" not in config and file.is_file():
-        found |= read_json(file)
-    tokens = {name: found.get(name) for name in SPECIAL}
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
-    }
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens by name; a token may be an object that holds its text."""
+    tokens = {name: config.get(name) for name in SPECIAL}
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -259,10 +223,11 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
         plain = {key: value for key, value in _plain(message, name).items() if value is not None}
         if not isinstance(plain.get("role"), str):
-            raise RequestError(
-                f"{name} has no role that is text", remedy="give 'system', 'user' or 'assistant'"
-            )
-        checked.append(_with_reasoning(plain))
+            remedy = "give 'system', 'user' or 'assistant'"
+            raise RequestError(f"{name} has no role that is text", remedy=remedy)
+        if key := next(filter(plain.__contains__, REASONING), None):  # templates read it under two keys
+            plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
+        checked.append(plain)
     return checked
 
 
@@ -296,33 +261,24 @@ def _cut(text: str, begun: str, source: str) -> str:
     return text[:at] if text.startswith(END, at) else text[:at].rstrip()
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both keys that templates read."""
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
-
-
 def _plain(value: Any, name: str) -> Any:
     """Return a copy made of JSON's types and tuples, so that a template cannot call other methods."""
     try:
         return _copied(value, name)
     except RecursionError:
-        raise RequestError(
-            f"{name} is nested too deeply, or contains itself", remedy="give plain JSON values"
-        ) from None
+        problem = f"{name} is nested too deeply, or contains itself"
+        raise RequestError(problem, remedy="give plain JSON values") from None
+
+
+EXACT: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _copied(value: Any, name: str) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)  # a member of a string enumeration, for one
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    for kind, exact in EXACT.items():
+        if isinstance(value, kind):  # a member of an enumeration, for one
+            return exact(value)
     if isinstance(value, Mapping):
         return {_copied(key, name): _copied(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -330,9 +286,8 @@ def _copied(value: Any, name: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
         return _copied(number, name)
-    raise RequestError(
-        f"{name} holds a {type(value).__name__}", remedy="give text, numbers, and lists and objects of these"
-    )
+    remedy = "give text, numbers, and lists and objects of these"
+    raise RequestError(f"{name} holds a {type(value).__name__}", remedy=remedy)
 
 
 def _line(error: Exception) -> str:

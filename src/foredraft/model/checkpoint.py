@@ -25,12 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import broken, is_file_name, mismatch, read_json
-from foredraft.model.gguf.tensors import RECORD, open_tensors, source_of
-from foredraft.model.lora.lora_config import RECORD as LORAS
-from foredraft.model.lora.lora_config import base_of, lora_digests, loras_of
-from foredraft.model.lora.merging import merge_loras
+from foredraft.errors import CheckpointError
+from foredraft.model.config import broken, mismatch
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import (
     BITS,
@@ -41,7 +37,8 @@ from foredraft.model.quantisation import (
     WeightFormat,
     pieces,
 )
-from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
+from foredraft.model.safetensors_file import StoredTensor
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import (
     AS_STORED,
@@ -101,26 +98,29 @@ PIECE = 2**24  # values that are compared at a time
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def weight_headers(folder: Path, naming: Naming | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+def weight_headers(
+    place: ModelSource | Path, naming: Naming | None = None
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values."""
     with ExitStack() as stack:
-        files = _named_tensors(folder, stack, naming)
-        slices = {name: file.get_slice(name) for name, file in files.items()}
-        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+        stored = named_tensors(place, stack, naming)
+        return {name: (found.dtype, found.shape) for name, found in stored.items()}
 
 
-def _named_tensors(folder: Path, stack: ExitStack, naming: Naming | None = None) -> dict[str, Any]:
-    naming = naming or ModelSpec.from_folder(folder).naming
-    return CheckpointTensors(folder, stack, torch.device("cpu"), torch.float32, naming=naming).files
+def named_tensors(
+    place: ModelSource | Path, stack: ExitStack, naming: Naming | None = None
+) -> dict[str, StoredTensor]:
+    """Return every tensor, unread, by the decoder's names."""
+    source = source_of(place)
+    naming = naming or source.spec.naming
+    return CheckpointTensors(source, stack, torch.device("cpu"), torch.float32, naming=naming).files
 
 
-def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
+def first_values(place: ModelSource | Path) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names."""
     with ExitStack() as stack:
-        files = _named_tensors(folder, stack)
-        for name in sorted(files):
-            found = files[name].get_slice(name)
-            first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
+        for name, found in sorted(named_tensors(place, stack).items()):
+            first = (found[:1] if found.shape else found.whole()).contiguous().flatten()
             yield name, first.view(torch.uint8).numpy().tobytes()
 
 
@@ -129,7 +129,7 @@ class CheckpointTensors:
 
     def __init__(
         self,
-        folder: Path,
+        place: ModelSource | Path,
         stack: ExitStack,
         device: torch.device,
         dtype: torch.dtype,
@@ -137,62 +137,13 @@ class CheckpointTensors:
         naming: Naming = AS_STORED,
     ) -> None:
         self.device, self.dtype, self.quantisation = device, dtype, quantisation
-        self.files: dict[str, Any] = {}  # tensor name -> open file
         self.used: set[str] = set()  # tensor names that were read
-        self.shards: dict[str, str] = {}  # tensor name -> file name
         self.buffer = torch.empty(0)  # of `load_temporary`
         self.further: list[str] = []  # unread tensors that predict further tokens
         self.disordered: list[Shapes] = []  # weights that `codes` leaves to be expanded
-        base = base_of(folder)
-        self._open(base, stack)
-        if base != folder:  # with LoRAs, which are merged while tensors are read
-            merged = merge_loras(folder, self.files, stack, dtype, str(source_of(base)))
-            for name in merged.keys():  # noqa: SIM118 - no mapping
-                self.files[name], self.shards[name] = merged, self.shards.get(name, LORAS)
-        in_gguf = (base / RECORD).is_file() and not (base / SINGLE).is_file()
-        self._rename(AS_STORED if in_gguf else naming)  # a GGUF file's tensors have the decoder's names
-
-    def _rename(self, naming: Naming) -> None:
-        self.naming = naming
-        files, shards, plain = self.files, self.shards, naming.plain(self.files)
-        opened = {name: naming.opened(files[stored], stored, name) for stored, name in plain.items()}
-        self.files = naming.combined(opened)
-        self.shards = {name: shards[stored] for stored, name in plain.items()}
-
-    def _open(self, folder: Path, stack: ExitStack) -> None:
-        index = folder / INDEX
-        if (folder / SINGLE).is_file():
-            file = stack.enter_context(SafetensorsFile(folder / SINGLE))
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                self.files[name], self.shards[name] = file, SINGLE
-        elif index.is_file():
-            self._open_shards(folder, index, stack)
-        elif (folder / RECORD).is_file():
-            source = open_tensors(folder, self.device)
-            for name, info in source.infos.items():
-                self.files[name], self.shards[name] = source, source.model.holder(info).path.name
-        else:
-            problem = f"{folder} has neither {SINGLE} nor {INDEX}"
-            raise CheckpointError(problem, remedy="give a checkpoint in safetensors format")
-
-    def _open_shards(self, folder: Path, index: Path, stack: ExitStack) -> None:
-        """Open the files that the index lists, and check that they hold exactly the tensors it lists."""
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise broken(f"{index} has no weight_map from tensor names to files")
-        for shard in sorted(set(weight_map.values())):
-            if not is_file_name(shard):
-                raise broken(f"{index} lists {shortened(shard)}, which is not a file in its folder")
-            if not (folder / shard).is_file():
-                raise broken(f"{folder / shard} is missing, though {INDEX} lists it")
-            file = stack.enter_context(SafetensorsFile(folder / shard))
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                if weight_map.get(name) != shard:
-                    raise broken(f"{folder / shard} holds {name}, which {INDEX} does not list there")
-                self.files[name], self.shards[name] = file, shard
-        for name, shard in weight_map.items():
-            if name not in self.files:
-                raise broken(f"{folder / shard} lacks {name}, which {INDEX} lists there")
+        source = source_of(place)
+        self.naming = AS_STORED if source.renamed else naming
+        self.files = self.naming.opened(source.open(stack, device, dtype))  # by the decoder's names
 
     def load(self, shapes: Shapes) -> Tensor:
         return self._fill(shapes, torch.empty(joined_shape(shapes), device=self.device, dtype=self.dtype))
@@ -287,50 +238,43 @@ class CheckpointTensors:
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
         self._checked(name, shape, dtypes)
-        tensor: Tensor = self.files[name].get_tensor(name)
-        return tensor
+        return self.files[name].whole()
 
-    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Any:
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> StoredTensor:
         """Return a tensor whose values are not read yet, after checking its shape and its stored dtype."""
         if name not in self.files:
             raise broken(f"tensor {self.naming.stored_name(name)} is missing from the checkpoint")
-        found = self.files[name].get_slice(name)
-        if (stored := [*found.get_shape()]) != [*shape]:
+        found = self.files[name]
+        if (stored := [*found.shape]) != [*shape]:
             raise mismatch(f"tensor {name} has shape {stored}, but config.json implies {[*shape]}")
-        if (dtype := found.get_dtype()) not in dtypes:
+        if (dtype := found.dtype) not in dtypes:
             wanted = " or ".join(dtypes)
             raise mismatch(f"tensor {name} is stored as {dtype}, but config.json implies {wanted}")
         self.used.add(name)
         return found
 
-    def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
-        if not name.endswith(".bias") or self._format(name) is None:
-            return False
-        return not self.files[name].get_tensor(name).float().any()
-
     def reject_unused(self, spec: ModelSpec) -> None:
         for name in sorted(set(self.files) - self.used):
-            if IGNORED.fullmatch(name) or self._is_zero_bias(name):
+            if IGNORED.fullmatch(name):
                 continue
+            of_codes = name.endswith(".bias") and self._format(name) is not None
+            if of_codes and not self.files[name].whole().float().any():
+                continue  # a zero bias, as old AutoGPTQ saves it
             if spec.leaves_unread(name):
                 if predicts_further(name, spec.layers, spec.further_layers):
                     self.further.append(name)
                 continue
             if name != f"{HEAD}.weight" or not spec.tied:
-                stored, model = getattr(self.files[name], "stored", name), spec.wrapper or spec.architecture
-                problem = f"tensor {stored} in {self.shards[name]} is not part of a {model}"
+                stored, model = self.files[name], spec.wrapper or spec.architecture
+                problem = f"tensor {stored.name} in {stored.file} is not part of a {model}"
                 raise CheckpointError(problem, remedy="use a checkpoint without it")
-            if not self._equals_embedding(name, (spec.vocab_size, spec.hidden_size)):
+            shape = (spec.vocab_size, spec.hidden_size)
+            one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))
+            rows = max(1, PIECE // shape[1])  # a piece of both is in memory at a time
+            pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
+            if not all(torch.equal(one[piece].to((own := other[piece]).dtype), own) for piece in pieces):
                 problem = f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them"
                 raise CheckpointError(problem, remedy="correct tie_word_embeddings")
-
-    def _equals_embedding(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether a tensor has the values of the embedding; a piece of both is in memory at a time."""
-        one, other = (self._checked(each, shape, FLOATS) for each in (name, f"{EMBEDDING}.weight"))
-        rows = max(1, PIECE // shape[1])
-        pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
-        return all(torch.equal(one[piece].to((own := other[piece]).dtype), own) for piece in pieces)
 
 
 def format_of(name: str, quantisation: Quantisation | None) -> WeightFormat | None:
@@ -371,16 +315,20 @@ def joined_shape(shapes: Shapes) -> tuple[int, ...]:
     return sum(shape[0] for shape in parts), *parts[0][1:]
 
 
-def identity(folder: Path) -> dict[str, Any]:
+def identity(place: ModelSource | Path) -> dict[str, Any]:
     """Return a model's config.json, the names, dtypes and shapes of its tensors, and its LoRAs' digests."""
-    base, loras = base_of(folder), lora_digests(folder)
-    known = {"config": read_json(base / "config.json"), "tensors": weight_headers(base)}
-    return known | ({"loras": loras} if loras else {})
+    source = source_of(place)
+    known = {"config": source.base.config, "tensors": weight_headers(source.base)}
+    if not source.loras:
+        return known
+    from foredraft.model.lora.adapter import lora_digest
+
+    return known | {"loras": [lora_digest(folder) for _, folder in source.loras]}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    folder: Path  # the local folder; of a GGUF file or a model with LoRAs, the one that was made from it
+    source: ModelSource  # its files
     spec: ModelSpec  # the model's shape, from config.json
     tokenizer: Tokenizer | None  # None where the folder has none
     dtype: torch.dtype  # the dtype to run it in
@@ -399,16 +347,3 @@ class Checkpoint:
         if self.bits is not None:
             return next(name for name, bits in BITS.items() if bits == self.bits)
         return None if self.spec.quantisation is None else self.spec.quantisation.described
-
-    @property
-    def loras(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in loras_of(self.folder))
-
-    @property
-    def shown(self) -> str:
-        """What messages call it: its folder or GGUF file, and its LoRAs."""
-        return " + ".join([str(self.source), *self.loras])
-
-    @property
-    def source(self) -> Path:
-        return source_of(self.folder)

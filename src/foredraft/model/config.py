@@ -89,10 +89,6 @@ def is_file_name(text: str) -> bool:
     return Path(text).name == text and len(text.encode("utf-8", "replace")) <= MAX_FILE_NAME
 
 
-def _as_json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 class ConfigReader:
     """Reads the keys of a JSON object, checks their values, and records which keys were read.
 
@@ -125,10 +121,6 @@ class ConfigReader:
     def key(self, key: str) -> str:
         own = self.spelled.get(key, key)
         return own if own in self.config else key
-
-    def set_default(self, key: str, default: Any) -> None:
-        if self.key(key) not in self.config:
-            self.config = {**self.config, key: default}
 
     def section(self, key: str) -> ConfigReader | None:
         """Return a reader of the JSON object under a key; None if it is absent, null or empty."""
@@ -178,7 +170,8 @@ class ConfigReader:
         """Return a value that equals an accepted one, in type too; without a default, it must be there."""
         value = self.take(key, default)
         if not any(type(value) is type(each) and value == each for each in accepted):
-            raise self.error(key, f"supported are {', '.join(_as_json(each) for each in accepted)}")
+            shown = (each if isinstance(each, str) else json.dumps(each) for each in accepted)
+            raise self.error(key, f"supported are {', '.join(shown)}")
         return value
 
     def error(self, key: str, remedy: str) -> CheckpointError:
@@ -232,11 +225,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
-    file = folder / GENERATION
-    if not file.is_file():
-        return {}
-    config = {key: value for key, value in read_json(file).items() if value is not None}
+def generation_defaults(config: Mapping[str, Any], file: Path, vocab_size: int) -> dict[str, Any]:
+    config = {key: value for key, value in config.items() if value is not None}
     unread = []
     for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
         name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes
@@ -252,13 +242,13 @@ def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
                 message = "%s asks for %s = %s, but the model's vocabulary ends at %d; it is left out"
                 logger.warning(message, file, key, shortened(id), vocab_size - 1)
     greedy = config.get("do_sample") is False
-    options = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
+    options: dict[str, Any] = (
+        {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
+    )
     options |= {key: config[key] for key in ALWAYS if key in config}
     if "stop_strings" in config:
         options["stop"] = config["stop_strings"]
-    return {key: _integral(value) if key in COUNTS else value for key, value in options.items()}
-
-
-def _integral(value: Any) -> Any:
-    """Return 20 for 20.0: some checkpoints write whole numbers as floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    for key in COUNTS & options.keys():  # some checkpoints write whole numbers as floats
+        if isinstance(value := options[key], float) and value.is_integer():
+            options[key] = int(value)
+    return options

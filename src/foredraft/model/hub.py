@@ -1,7 +1,6 @@
-"""Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
+"""Download a model from the Hugging Face hub: a checkpoint's folder, or a GGUF file of a repository,
+of a type of weights that a name may have (`owner/name:Q4_K_M`).
 
-A GGUF file is turned into a folder, too: a local one, or one of a repository, of a type of weights that a
-name may have as llama.cpp and Ollama spell it (`owner/name:Q4_K_M`, `hf.co/owner/name:Q4_K_M`).
 `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE). Only the files that a model is loaded from are downloaded.
 """
@@ -16,12 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import CheckpointError, ConfigError, shortened
-from foredraft.model.config import is_file_name, read_json
-from foredraft.model.gguf.file import is_gguf
-from foredraft.model.gguf.folder import checkpoint_folder
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import is_file_name
 from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
-from foredraft.model.lora.lora_config import base_of
+from foredraft.model.source import missing_files
 
 logger = logging.getLogger(__name__)
 
@@ -37,77 +34,11 @@ SMALL = (  # the files besides the weights
     INDEX,
     ".gitattributes",  # every repository has it; the hub's client warns where it finds nothing to download
 )
-HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
 # owner/name, a type of weights after a colon, and a revision after @
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@(\S+))?")
 MEGABYTE = 10**6
-MAX_LISTED = 20  # file names in a message
 
 OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
-
-
-def resolve(
-    name_or_path: str | Path,
-    revision: str | None = None,
-    report: OnProgress | None = None,
-    *,
-    weights: bool = True,
-    drafter: bool = False,
-) -> Path:
-    folder = existing(name_or_path)
-    name = str(name_or_path)
-    if folder is not None and (folder.is_dir() or is_gguf(folder)):
-        kind = "folder" if folder.is_dir() else "file"
-        if revision is not None:
-            problem = f"{name} is a local {kind}, which has no revision {revision!r}"
-            raise ConfigError(problem, remedy="leave the revision out")
-        return _local(folder) if folder.is_dir() else checkpoint_folder(folder)
-    if folder is not None:
-        problem = f"{name} is a file, but not a GGUF file"
-        raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
-    match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)
-    if match is None:
-        problem = f"{shortened(name)} is neither a folder nor a hub name of the form owner/name"
-        raise CheckpointError(problem, remedy="check its spelling")
-    repository, type, named = match.groups()
-    if named is not None and revision not in (None, named):
-        raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return Download(repository, type, named or revision, report, drafter=drafter).run(weights)
-
-
-def weights_to_come(folder: Path) -> bool:
-    """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = base_of(folder)
-    return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
-
-
-def existing(name: str | Path) -> Path | None:
-    """Return the path if it exists; a name that no path can have does not."""
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
-
-
-def _local(folder: Path) -> Path:
-    """Return a folder, or the folder that is made from the only GGUF file in it."""
-    if any((folder / file).is_file() for file in (SINGLE, INDEX)):
-        return folder
-    try:
-        models = models_among(sorted(file.name for file in folder.iterdir() if file.is_file()))
-    except OSError:
-        return folder
-    if len(models) > 1:
-        listed = ", ".join(models) if len(models) <= MAX_LISTED else f"{len(models)} of them"
-        raise CheckpointError(f"{folder} holds several GGUF files: {listed}", remedy="give one of them")
-    return checkpoint_folder(folder / models[0]) if models else folder
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
 
 
 class Download:
@@ -121,22 +52,25 @@ class Download:
         drafter: bool = False,
     ) -> None:
         self.repository, self.type, self.revision = repository, type, revision
-        self.report, self.drafter = report or _silent, drafter
+        self.report, self.drafter = report or (lambda *_: None), drafter
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
     def run(self, weights: bool) -> Path:
         folder = self._fetch(self.revision, SMALL)
-        missing = _missing(folder)
+        missing = missing_files(folder)
         if not missing and self.type is None:
             return folder
         commit = folder.name  # the weights come from the same commit, even if the branch moves meanwhile
         present = self._files_of(commit)
         file = self._gguf_file(folder, present)
         if file is not None:
-            return folder / file if self.drafter else checkpoint_folder(folder / file)
-        other = self._other_name(folder, present)
-        if other is not None:
-            missing = [name for name in (CONFIG, other) if not (folder / name).is_file()]
+            return folder / file
+        if self.drafter and not (folder / INDEX).is_file():
+            # a drafter's only safetensors file may have another name than a model's
+            names = {file.name for file in folder.glob("*.safetensors")} if present is None else present
+            files = [name for name in names if name.endswith(".safetensors") and is_file_name(name)]
+            if len(files) == 1 and files[0] != SINGLE:
+                missing = [name for name in (CONFIG, files[0]) if not (folder / name).is_file()]
         if present is None and missing:
             raise self._incomplete_error(missing[0])
         if present is not None and SINGLE in present:
@@ -151,13 +85,6 @@ class Download:
             if not (folder / name).is_file():
                 raise self._incomplete_error(name)
         return folder
-
-    def _other_name(self, folder: Path, present: set[str] | None) -> str | None:
-        """Return the name of a drafter's only safetensors file, where that is no model's; None elsewhere."""
-        names = {file.name for file in folder.glob("*.safetensors")} if present is None else present
-        files = [name for name in names if name.endswith(".safetensors") and is_file_name(name)]
-        other = self.drafter and len(files) == 1 and files[0] != SINGLE and not (folder / INDEX).is_file()
-        return files[0] if other else None
 
     def run_files(self, names: Sequence[str]) -> Path:
         folder = self._fetch(self.revision, (*map(glob.escape, names), ".gitattributes"))
@@ -180,9 +107,13 @@ class Download:
             models += models_among(sorted(names), heads=True)
         chosen = choose(models, self.type)
         if chosen is None:
-            if self.type is not None:
-                raise self._type_error(models, present)
-            return None
+            if self.type is None:
+                return None
+            if present is None:
+                raise self._incomplete_error(f"a GGUF file of type {self.type}")
+            remedy = f"take one of {shown_types(models)}" if models else f"leave out :{self.type}"
+            of = f" of type {self.type}" if models else ""
+            raise CheckpointError(f"{self.name} has no GGUF file{of} on the hub", remedy=remedy)
         missing = [name for name in part_names(chosen) if name not in kept]
         for name in missing:
             if present is None:
@@ -199,25 +130,12 @@ class Download:
             )  # fmt: skip
         return chosen
 
-    def _type_error(self, models: Sequence[str], present: set[str] | None) -> CheckpointError:
-        if present is None:
-            return self._incomplete_error(f"a GGUF file of type {self.type}")
-        if not models:
-            problem = f"{self.name} has no GGUF file on the hub"
-            return CheckpointError(problem, remedy=f"leave out :{self.type}")
-        problem = f"{self.name} has no GGUF file of type {self.type} on the hub"
-        return CheckpointError(problem, remedy=f"take one of {shown_types(models)}")
-
     def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:
         from huggingface_hub import snapshot_download
 
-        progress = _progress_class(self.report)
+        options: dict[str, Any] = {"revision": revision, "tqdm_class": _progress_class(self.report)}
         try:
-            return Path(
-                snapshot_download(
-                    self.repository, revision=revision, allow_patterns=[*patterns], tqdm_class=progress
-                )
-            )
+            return Path(snapshot_download(self.repository, allow_patterns=[*patterns], **options))
         except Exception as error:  # errors of the http client, which differs between versions, pass through
             raise self._hub_error(error, self.revision) from error
 
@@ -257,18 +175,24 @@ class Download:
 
         repository, name = self.repository, self.name
         login = "log in (`hf auth login`, or HF_TOKEN)"
-        if isinstance(error, hub.GatedRepoError):
-            problem = f"{repository} is gated on the hub"
-            return CheckpointError(problem, remedy=f"accept its terms there and {login}")
-        if isinstance(error, hub.RepositoryNotFoundError):
-            problem = f"{repository} is neither a local folder nor a model on the hub"
-            return CheckpointError(problem, remedy=f"check its spelling, or {login} if it is private")
-        if isinstance(error, hub.RevisionNotFoundError):
-            problem = f"{repository} has no revision {revision or 'main'!r} on the hub"
-            return CheckpointError(problem, remedy="give one of its branches, tags or full commit hashes")
-        if isinstance(error, hub.HFValidationError):
-            problem = f"{shortened(name)} is neither a folder nor a name that the hub allows"
-            return CheckpointError(problem, remedy="check its spelling")
+        known: dict[type[Exception], tuple[str, str]] = {  # the first that fits counts
+            hub.GatedRepoError: (f"{repository} is gated on the hub", f"accept its terms there and {login}"),
+            hub.RepositoryNotFoundError: (
+                f"{repository} is neither a local folder nor a model on the hub",
+                f"check its spelling, or {login} if it is private",
+            ),
+            hub.RevisionNotFoundError: (
+                f"{repository} has no revision {revision or 'main'!r} on the hub",
+                "give one of its branches, tags or full commit hashes",
+            ),
+            hub.HFValidationError: (
+                f"{shortened(name)} is neither a folder nor a name that the hub allows",
+                "check its spelling",
+            ),
+        }
+        for kind, (problem, remedy) in known.items():
+            if isinstance(error, kind):
+                return CheckpointError(problem, remedy=remedy)
         cached_only = isinstance(error, hub.LocalEntryNotFoundError)
         answer = error.__cause__ if cached_only else error  # a refusal hides behind the fallback to the cache
         if isinstance(answer, hub.HfHubHTTPError) and answer.response.status_code == 401:
@@ -289,20 +213,6 @@ def _why_unreachable() -> tuple[str, str]:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE, or give a local folder"
     return "the hub cannot be reached", "go online, or give a local folder"
-
-
-def _missing(folder: Path) -> list[str]:
-    weights = _shards(folder) if (folder / INDEX).is_file() else [SINGLE]
-    if (folder / SINGLE).is_file():
-        weights = []
-    return [file for file in (CONFIG, *weights) if not (folder / file).is_file()]
-
-
-def _shards(folder: Path) -> list[str]:
-    """Return the files that the index lists; `checkpoint.py` reports a malformed index."""
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
-    return sorted(filter(is_file_name, files))
 
 
 def _progress_class(report: OnProgress) -> type[Any]:

@@ -23,12 +23,10 @@ from foredraft import user_cache
 from foredraft.kernels.building import sources_digest
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.kernels.pool import Arena, as_fast_as_arena
-from foredraft.model.config import read_json
-from foredraft.model.gguf.tensors import part_names, source_of
 from foredraft.model.layers import Product
-from foredraft.model.lora.lora_config import RECORD, base_of, loras_of
 from foredraft.model.quantisation import CodeFormat
 from foredraft.model.runner.native import NativeCodes, NativeLinear, NativeProduct, is_native
+from foredraft.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +39,9 @@ NEW = 2e9  # nanoseconds in which a file is new: a tick of the coarsest clock, F
 class KeptWeights:
     """The linear layers of a load: those that an earlier load kept, or those that it makes and may keep."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, bits: int | None, read: set[str]) -> None:
+    def __init__(self, source: ModelSource, dtype: torch.dtype, bits: int | None, read: set[str]) -> None:
         """Find those of a checkpoint in a dtype and so many bits; `read` gets the tensors that made them."""
-        self._began, self._describe = time.time_ns(), functools.partial(_key, folder, dtype, bits)
+        self._began, self._describe = time.time_ns(), functools.partial(_key, source, dtype, bits)
         self._key, self._read = self._describe(), read
         self._made: dict[str, NativeProduct] = {}
         self._found: dict[str, NativeProduct] = {}
@@ -87,16 +85,11 @@ class KeptWeights:
                 os.posix_fadvise(kept.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _key(folder: Path, dtype: torch.dtype, bits: int | None) -> dict[str, Any]:
-    base, source = base_of(folder), source_of(folder)
-    files = [*base.iterdir()]
-    if source != base:  # a GGUF file, or its parts
-        files = [source.with_name(name) for name in part_names(source.name)]
-    files += [file for _, lora in loras_of(folder) for file in lora.iterdir()]
+def _key(source: ModelSource, dtype: torch.dtype, bits: int | None) -> dict[str, Any]:
     return {
-        "files": [[str(file), *user_cache.state(file)] for file in sorted(files) if file.is_file()],
-        "configs": [read_json(each / "config.json") for each in (folder, base)],
-        "loras": read_json(folder / RECORD) if (folder / RECORD).is_file() else None,
+        "files": [[str(file), *user_cache.state(file)] for file in sorted(source.files) if file.is_file()],
+        "configs": [source.config, source.base.config],
+        "loras": [(name, str(folder)) for name, folder in source.loras],
         "weights": [str(dtype), bits],
         "code": [torch.__version__, sources_digest(), _code_digest()],
         "cpu": describe_cpu(),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken
 from foredraft.model.quantisation.scheme import ActivationFormat
-from foredraft.model.tensor_names import EMBEDDING, HEAD, TensorLayout
+from foredraft.model.safetensors_file import StoredTensor
+from foredraft.model.tensor_names import EMBEDDING, HEAD, Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,12 @@ class PairInputs:
     normed_output: bool  # the state of the pair after is the last layer's output after the final norm
 
 
-INWARD, OUTWARD = "model.project_in", "model.project_out"
-PROJECTIONS = {"project_in": INWARD, "project_out": OUTWARD}  # outer modules of a layout
+PROJECTIONS = {"project_in": "model.project_in", "project_out": "model.project_out"}  # outer, of a layout
+TABLE, HEAD_TABLE, INWARD, OUTWARD = (f"{name}.weight" for name in (EMBEDDING, HEAD, *PROJECTIONS.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class ProjectedLayout(TensorLayout):
+@dataclass(frozen=True)
+class ProjectedLayout(Naming):
     """A layout whose embedding and head are stored narrow, with a projection each."""
 
     tied: bool = True  # the head's stored table is that of the embedding
@@ -197,53 +198,31 @@ class ProjectedLayout(TensorLayout):
     def written_keys(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": None, "tie_word_embeddings": False}
 
-    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        names = {name: f"{name}.weight" for name in (EMBEDDING, HEAD, INWARD, OUTWARD)}
-        head = EMBEDDING if self.tied else HEAD
-        for name in (EMBEDDING, INWARD, OUTWARD, head):
-            if names[name] not in files:
-                raise broken(f"tensor {self.stored_name(names[name])} is missing from the checkpoint")
-        if self.tied and names[HEAD] in files and not _equal(files, names[HEAD], names[EMBEDDING]):
-            problem = f"tensor {names[HEAD]} differs from {names[EMBEDDING]}, but config.json ties them"
+    def opened(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        tensors, head = super().opened(stored), TABLE if self.tied else HEAD_TABLE
+        for name in (TABLE, INWARD, OUTWARD, head):
+            if name not in tensors:
+                raise broken(f"tensor {self.stored_name(name)} is missing from the checkpoint")
+        both = [
+            tensors[name].whole().float() for name in (HEAD_TABLE, TABLE) if self.tied and name in tensors
+        ]
+        if len(both) > 1 and not torch.equal(*both):
+            problem = f"tensor {HEAD_TABLE} differs from {TABLE}, but config.json ties them"
             raise CheckpointError(problem, remedy="correct tie_word_embeddings")
-        found = {name: file for name, file in files.items() if name not in names.values()}
-        inward = Folded(files[names[EMBEDDING]], names[EMBEDDING], files[names[INWARD]], names[INWARD])
-        outward = Folded(files[names[head]], names[head], files[names[OUTWARD]], names[OUTWARD], outward=True)
-        return found | {names[EMBEDDING]: inward, names[HEAD]: outward}
+        others = {name: tensor for name, tensor in tensors.items() if name not in (INWARD, OUTWARD)}
+        written = folded(tensors[head], tensors[OUTWARD], outward=True)
+        return others | {TABLE: folded(tensors[TABLE], tensors[INWARD]), HEAD_TABLE: written}
 
 
-def _equal(files: Mapping[str, Any], one: str, other: str) -> bool:
-    return torch.equal(*(files[name].get_tensor(name).float() for name in (one, other)))
+def folded(table: StoredTensor, projection: StoredTensor, *, outward: bool = False) -> StoredTensor:
+    """Return a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
 
+    def read(rows: slice | None) -> Tensor:
+        values = projection.whole().float()
+        return table[rows or slice(None)].float() @ (values if outward else values.T)
 
-@dataclass(frozen=True)
-class Folded:
-    """An open file that gives a table [V, E] times a projection [hidden, E], or [E, hidden] if outward."""
-
-    tables: Any
-    table: str
-    projections: Any
-    projection: str
-    outward: bool = False
-
-    def get_slice(self, name: str) -> Folded:
-        return self
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def get_shape(self) -> list[int]:
-        rows = self.tables.get_slice(self.table).get_shape()[0]
-        projection = self.projections.get_slice(self.projection).get_shape()
-        return [rows, projection[1 if self.outward else 0]]
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self[:]
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        projection: Tensor = self.projections.get_tensor(self.projection).float()
-        table: Tensor = self.tables.get_tensor(self.table)
-        return table[rows].float() @ (projection if self.outward else projection.T)
+    hidden = projection.shape[1 if outward else 0]
+    return replace(table, dtype="F32", shape=(table.shape[0], hidden), read=read)
 
 
 HALF = 2.0**-0.5  # the factor on the sum of two inputs of size one

@@ -11,11 +11,11 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
@@ -60,29 +60,28 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    name: str  # its name
-    dtype: str  # a key of `DTYPES`
-    shape: tuple[int, ...]  # its shape
+    name: str  # its name in the file
+    dtype: str  # a key of `DTYPES`, or in a GGUF file of `gguf.file.BLOCKS`
+    shape: tuple[int, ...]  # as PyTorch counts: rows that lie one after the other last
     start: int  # its first byte in the file
     size: int  # its bytes
 
 
 @dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor whose rows are read when they are asked for, by the methods of the library's own slices."""
+class StoredTensor:
+    """A tensor of an open file, whose values are read when they are asked for."""
 
     dtype: str  # how it is stored: a key of `DTYPES`, or of `gguf.file.BLOCKS`
-    shape: Sequence[int]
-    read: Callable[[slice], Tensor]
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-    def get_shape(self) -> list[int]:
-        return [*self.shape]
+    shape: tuple[int, ...]
+    read: Callable[[slice | None], Tensor]  # rows of it; None: the whole
+    name: str  # as it is stored
+    file: str  # the name of its file
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.read(rows)
+
+    def whole(self) -> Tensor:
+        return self.read(None)
 
 
 class SafetensorsFile:
@@ -90,43 +89,42 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path  # the file
-        if is_no_file(path):
-            raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
-            self._file = path.open("rb")
+            if is_no_file(path):
+                raise OSError(errno.EINVAL, NO_FILE)
+            with ExitStack() as opened:
+                self._file = opened.enter_context(path.open("rb"))
+                self.size = os.fstat(self._file.fileno()).st_size
+                header = self._header()
+                self.tensors = self._tensors(header)
+                opened.pop_all()  # the file stays open
         except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            self.size = os.fstat(self._file.fileno()).st_size
-            header = self._header()
-            self.tensors = self._tensors(header)
-            given = header.get(METADATA)
-            self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, OSError):
-                raise self._unreadable(error) from error
-            raise
+            raise broken(f"{self.path} cannot be read ({error.strerror})") from error
+        given = header.get(METADATA)
+        self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
 
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def keys(self) -> list[str]:
         return [*self.tensors]
 
-    def get_slice(self, name: str) -> LazyTensor:
-        info = self.tensors[name]
-        return LazyTensor(info.dtype, info.shape, partial(self._rows, info))
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(info.dtype, info.shape, partial(self._rows, info), name, self.path.name)
+            for name, info in self.tensors.items()
+        }
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._values(self.tensors[name], self.tensors[name].shape, 0)
+        return self._rows(self.tensors[name], None)
 
-    def _rows(self, info: TensorInfo, rows: slice) -> Tensor:
+    def _rows(self, info: TensorInfo, rows: slice | None) -> Tensor:
+        if rows is None:
+            return self._values(info, info.shape, 0)
         first, last, _ = rows.indices(info.shape[0])
         shape = max(0, last - first), *info.shape[1:]
         return self._values(info, shape, first * (info.size // max(1, info.shape[0])))
@@ -173,7 +171,7 @@ class SafetensorsFile:
 
     def _tensor(self, name: str, entry: Any) -> TensorInfo:
         given, shown = entry if isinstance(entry, dict) else {}, shortened(name)
-        dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+        dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets):
             raise self._error(f"has a header without dtype, shape and data_offsets of {shown}")
         if dtype not in DTYPES:
@@ -191,9 +189,6 @@ class SafetensorsFile:
 
     def _error(self, problem: str) -> CheckpointError:
         return broken(f"{self.path} {problem}, so it is broken or incomplete")
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return broken(f"{self.path} cannot be read ({error.strerror})")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

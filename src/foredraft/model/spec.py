@@ -3,11 +3,16 @@
 `model_type` decides which keys `transformers` reads. Each of them is read here too, or changes no text, or is
 refused by name, because a model that ignores a key is another model. An absent key has the default that
 `transformers` gives it in that family; the sizes have none.
+
+Layers with one window have heads of one number and one size, so a window stands for its kind. Every pass has
+a plan: a draft of Draft & Verify (arXiv:2309.08168) leaves some sub-layers out, and an early exit
+(arXiv:2404.16710) all from one layer on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +21,51 @@ import torch
 
 from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import CONFIG_KEYS, GENERATION, ConfigReader, read_json
-from foredraft.model.families import FAMILIES, Family
-from foredraft.model.layer_geometry import OUTSIDE, LayerGeometry
-from foredraft.model.lora.lora_config import is_lora
+from foredraft.model.families import FAMILIES
+from foredraft.model.families.shared import Family
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import Quantisation, read_quantisation
-from foredraft.model.rope import Rope
+from foredraft.model.rope import MAX_POSITIONS, Rope
 from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
 from foredraft.model.unsupported import HARMLESS, check_unread, refusal
-from foredraft.model.wrappers import TextPart, text_part_of, with_tie
+from foredraft.model.wrappers import text_part_of, with_tie
 
-__all__ = ["OUTSIDE", "ModelSpec", "Rope", "with_dtype"]
-
-CONFIG = "config.json"
+POSITIONS = "max_position_embeddings"
+CONFIG, LORA_CONFIG = "config.json", "adapter_config.json"
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec(LayerGeometry):
+class Plan:
+    attention: tuple[bool, ...]  # whether each layer's attention runs
+    mlp: tuple[bool, ...]  # whether each layer's MLP runs
+
+    @classmethod
+    def full(cls, layers: int) -> Plan:
+        return cls((True,) * layers, (True,) * layers)
+
+    def without(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> Plan:
+        return Plan(_cleared(self.attention, attention), _cleared(self.mlp, mlp))
+
+
+def _cleared(runs: tuple[bool, ...], skip: Iterable[int]) -> tuple[bool, ...]:
+    skipped = frozenset(skip)
+    if not skipped <= frozenset(range(len(runs))):
+        raise ValueError(f"cannot skip layers {sorted(skipped)}: the model has layers 0 to {len(runs) - 1}")
+    return tuple(run and layer not in skipped for layer, run in enumerate(runs))
+
+
+OUTSIDE = -1  # the source of keys and values that are another model's
+OF_KEYS = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.\w+")
+
+
+def is_lora(folder: Path) -> bool:
+    return (folder / LORA_CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
     """Everything that determines a model's shapes and arithmetic, except its weights."""
 
     architecture: str  # a key of `FAMILIES`; of a multimodal checkpoint, that of its text model
@@ -127,7 +158,69 @@ class ModelSpec(LayerGeometry):
     def leaves_unread(self, name: str) -> bool:
         """Return whether a checkpoint may hold a tensor of this name that the decoder does not need."""
         further = predicts_further(name, self.layers, self.further_layers)
-        return further or self.naming.is_ignored(name) or self.makes_unread_keys(name)
+        keys = OF_KEYS.fullmatch(name)  # of a layer that reads those of another
+        unread_keys = keys is not None and (layer := int(keys[1])) < self.layers and not self.stores(layer)
+        return further or self.naming.is_ignored(name) or unread_keys
+
+    @property
+    def groups(self) -> int:
+        """G, the query heads that share one key head, where all layers have the same heads."""
+        return self.heads // self.kv_heads
+
+    def kv_heads_of(self, window: int | None) -> int:
+        return self.kv_heads if window is not None else self.full_kv_heads or self.kv_heads
+
+    def head_dim_of(self, window: int | None) -> int:
+        return self.head_dim if window is not None else self.full_head_dim or self.head_dim
+
+    def groups_of(self, window: int | None) -> int:
+        return self.heads // self.kv_heads_of(window)
+
+    def joins_values(self, window: int | None) -> bool:
+        return self.keys_are_values and window is None
+
+    def inner_of(self, layer: int) -> int:
+        own = self.stores(layer) or self.shared_intermediate_size is None
+        return self.intermediate_size if own else self.shared_intermediate_size or 0
+
+    def source_of(self, layer: int) -> int:
+        return self.sources[layer] if self.sources else layer
+
+    def stores(self, layer: int) -> bool:
+        return self.source_of(layer) == layer
+
+    @property
+    def producers(self) -> tuple[int, ...]:
+        """The layers whose keys and values another layer reads, in ascending order."""
+        read = {source for layer, source in enumerate(self.sources) if source not in (layer, OUTSIDE)}
+        return tuple(sorted(read))
+
+    @property
+    def windows_by_heads(self) -> tuple[int | None, ...]:
+        """One window for each shape of heads that layers have."""
+        shapes = {(self.kv_heads_of(w), self.head_dim_of(w)): w for w in reversed(self.windows)}
+        return tuple(reversed(shapes.values()))
+
+    @property
+    def cached_values(self) -> int:
+        """The numbers that the keys and values of one position are, over all layers."""
+        own = [window for layer, window in enumerate(self.windows) if self.stores(layer)]
+        return 2 * sum(self.kv_heads_of(window) * self.head_dim_of(window) for window in own)
+
+    def first(self, layers: int) -> ModelSpec:
+        unrotated = tuple(layer for layer in self.unrotated if layer < layers)
+        return replace(
+            self, layers=layers, windows=self.windows[:layers], sources=self.sources[:layers],
+            unrotated=unrotated,
+        )  # fmt: skip
+
+    def plain_layer(self, window: int | None = None) -> ModelSpec:
+        """Return the spec of one rotated layer with full attention, own keys, and this window's heads."""
+        return replace(
+            self, layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
+            head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
+            unrotated=(), keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
+        )  # fmt: skip
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
@@ -150,22 +243,36 @@ class ModelSpec(LayerGeometry):
     ) -> ModelSpec:
         part = text_part_of(config)
         if part is not None:
-            return cls._of_text_part(part, generation_config)
+            spec = cls.from_hf(part.config, generation_config)
+            return replace(
+                spec,
+                wrapper=part.architecture,
+                media_tokens=tuple((key, id) for key, id in part.media if id < spec.vocab_size),
+                naming=replace(spec.naming, nested=True),
+                ignored=(*_listed(part.ignored), *spec.ignored),
+            )
         architecture, family = _family(config)
         read = ConfigReader(config, harmless=HARMLESS, spelled=family.spelled)
-        read.set_default("max_position_embeddings", family.positions)
+        if read.key(POSITIONS) not in config:
+            read.config = {**config, POSITIONS: family.positions}
         fields = family.fields(read)
         fields = _sizes(read, fields) | fields
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
-        positions = _positions(read, fields["rope"])
+        positions = trained = read.count(POSITIONS)
+        rope: Rope = fields["rope"]
+        if rope.kind == "linear":  # it may stand in a key of its own
+            positions = max(trained, read.count("max_sequence_length", trained, if_null=trained))
+        elif rope.kind in ("dynamic", "yarn"):
+            positions = max(trained, int(min(rope.factor * rope.original_positions, MAX_POSITIONS)))
         copies = read.flag(EMBEDDING_COPIES, default=False)
+        ends, begin = _end_ids(read, generation_config, family)
         spec = cls(
             architecture=architecture,
             max_positions=min(positions, fields.pop("longest", None) or positions),
             **fields,
-            eos_token_ids=_eos(read, generation_config, family.eos),
-            bos_token_id=_bos(read, generation_config, family.bos),
+            eos_token_ids=ends,
+            bos_token_id=begin,
             head_copies=copies or read.flag(HEAD_COPIES, default=False),
             embedding_copies=copies,
             quantisation=read_quantisation(read, fields.get("naming", AS_STORED)),
@@ -174,18 +281,6 @@ class ModelSpec(LayerGeometry):
         _check_ropes(spec)
         ignored = check_unread(read, family.keys or CONFIG_KEYS[family.model_type]) | read.ignored
         return replace(spec, ignored=_listed(ignored))
-
-    @classmethod
-    def _of_text_part(cls, part: TextPart, generation_config: Mapping[str, Any] | None) -> ModelSpec:
-        spec = cls.from_hf(part.config, generation_config)
-        media = tuple((key, id) for key, id in part.media if id < spec.vocab_size)
-        return replace(
-            spec,
-            wrapper=part.architecture,
-            media_tokens=media,
-            naming=replace(spec.naming, nested=True),
-            ignored=(*_listed(part.ignored), *spec.ignored),
-        )
 
 
 def _listed(ignored: Mapping[str, object]) -> tuple[str, ...]:
@@ -226,13 +321,6 @@ def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
     return {name: value() for name, value in sizes.items() if name not in given}
 
 
-def _positions(read: ConfigReader, rope: Rope) -> int:
-    """Return the most positions that a request may use; linear scaling may stand in a key of its own."""
-    trained = read.count("max_position_embeddings")
-    scaled = read.count("max_sequence_length", trained, if_null=trained) if rope.kind == "linear" else trained
-    return rope.usable_positions(max(trained, scaled))
-
-
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     others = {key: value for key, value in config.items() if key != "torch_dtype"}  # the older name
     return others | {"dtype": dtype_name(dtype)}
@@ -249,23 +337,26 @@ def _dtype(read: ConfigReader) -> str:
     return names[0]
 
 
-def _eos(
-    read: ConfigReader, generation: Mapping[str, Any] | None, default: int | list[int] | None
-) -> tuple[int, ...]:
-    """Return every end-of-text id: those of config.json, then those that generation_config.json adds."""
-    own = read.take("eos_token_id", default if generation is None else None)
-    added = (generation or {}).get("eos_token_id")
-    ids = [*_ids(read, "eos_token_id", own, default), *_ids(read, "eos_token_id", added, file=GENERATION)]
-    return tuple(dict.fromkeys(ids))
+def _end_ids(
+    read: ConfigReader, generation: Mapping[str, Any] | None, family: Family
+) -> tuple[tuple[int, ...], int | None]:
+    """Return every end-of-text id, and the beginning-of-text id: those of config.json count first.
 
-
-def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
-    """Return the beginning-of-text id of config.json, or else of generation_config.json."""
-    own = read.take("bos_token_id", default if generation is None else None)
-    ids = _ids(read, "bos_token_id", own, default)
+    generation_config.json adds further ends, and a beginning where config.json names none.
+    """
+    eos, bos = (
+        read.take(key, default if generation is None else None)
+        for key, default in (("eos_token_id", family.eos), ("bos_token_id", family.bos))
+    )
+    added = generation or {}
+    ends = [
+        *_ids(read, "eos_token_id", eos, family.eos),
+        *_ids(read, "eos_token_id", added.get("eos_token_id"), file=GENERATION),
+    ]
+    begins = _ids(read, "bos_token_id", bos, family.bos)
     if "bos_token_id" not in read.config:
-        ids = ids or _ids(read, "bos_token_id", (generation or {}).get("bos_token_id"), file=GENERATION)
-    return next(iter(ids), None)
+        begins = begins or _ids(read, "bos_token_id", added.get("bos_token_id"), file=GENERATION)
+    return tuple(dict.fromkeys(ends)), next(iter(begins), None)
 
 
 def _ids(

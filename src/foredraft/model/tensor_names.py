@@ -1,23 +1,24 @@
 """Tensor names: how the names and layouts that a checkpoint stores become those that the decoder asks for.
 
-The decoder knows the names of `LlamaForCausalLM`. A family that spells them otherwise has a `TensorLayout`,
-which gives them back, too, for checkpoints that are written. A multimodal checkpoint spells those of its text
-model as `language_model.model.*`, or as `model.language_model.*` with `lm_head.*`; a mix is refused. Tensors
-that predict further tokens, `mtp.*` or layers behind the model's own (DeepSeek V3), do not touch its logits.
+The decoder knows the names of `LlamaForCausalLM`. A family that spells them otherwise has a `Naming` of its
+own, which gives them back, too, for checkpoints that are written. A multimodal checkpoint spells those of its
+text model as `language_model.model.*`, or as `model.language_model.*` with `lm_head.*`; a mix is refused.
+Tensors that predict further tokens, `mtp.*` or layers behind the model's own (DeepSeek V3), do not touch its
+logits.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader
-from foredraft.model.safetensors_file import LazyTensor
+from foredraft.model.safetensors_file import StoredTensor
 
 KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of the config: layers behind the model's own
 PREFIX = re.compile(r"(model\.)?(language_model\.)?mtp(_layers)?\.")
@@ -51,13 +52,40 @@ NEWER = {"model.language_model.": "model.", "lm_head.": "lm_head."}
 SPELLINGS = (OLDER, NEWER)
 
 
+EMBEDDING, POSITIONS, LAST_NORM = "model.embed_tokens", "model.embed_positions", "model.norm"
+LLAMA_OUTER = {"embed_tokens": EMBEDDING, "norm": LAST_NORM}
+LLAMA_INNER = {
+    name: name
+    for name in (
+        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    )
+}  # fmt: skip
+NAME = re.compile(r"(.+)\.(\w+)")  # module and tensor
+
+
 @dataclass(frozen=True)
 class Naming:
+    """The names of a family's tensors, and which of its weights are stored as [K, M]; by default Llama's."""
+
     nested: bool = False  # they are those of a multimodal checkpoint
+    prefixes: tuple[str, ...] = ("model.",)  # of all modules but the head; the first is written
+    layers: str = "layers"  # the name of the list of layers
+    outer: dict[str, str] = field(default_factory=lambda: LLAMA_OUTER, hash=False)  # outside the layers
+    # of a layer -> in the decoder; a family's own name comes after that of Llama
+    inner: dict[str, str] = field(default_factory=lambda: LLAMA_INNER, hash=False)
+    heads: tuple[str, ...] = (HEAD,)  # the names of the head; the first is written
+    transposed: frozenset[str] = frozenset()  # of a layer, stored as [K, M]
+    ignored: tuple[str, ...] = ()  # tensors of a layer that carry no information
 
     @property
     def stored_layers(self) -> str:
-        return LAYERS
+        return f"{self.prefixes[0]}{self.layers}"
+
+    @property
+    def written_keys(self) -> dict[str, Any]:
+        """The keys of a config that differ in a checkpoint which is written of the decoder's tensors."""
+        return {}
 
     def plain(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the decoder's names of stored tensors by their stored ones; other parts' are left."""
@@ -70,50 +98,70 @@ class Naming:
                 raise _two_ways(other, name)
         return found
 
-    def opened(self, file: Any, stored: str, name: str) -> Any:
-        return file if name == stored else Renamed(file, stored)
+    def opened(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return stored tensors by the decoder's names."""
+        return {
+            name: transposed(stored[own]) if self._is_transposed(name) else stored[own]
+            for own, name in self.plain(stored).items()
+        }
 
-    def stored_name(self, name: str) -> str:
-        """Return the name that a checkpoint of the family gives a tensor of the decoder."""
+    def _renamed(self, name: str) -> str:
+        """Return the decoder's name of a stored tensor; its own for one that the family lacks."""
+        name = unnested(name) if self.nested else name
+        match = NAME.fullmatch(name)
+        if match is None:
+            return name
+        module, kind = match.groups()
+        if module in self.heads:
+            return f"{HEAD}.{kind}"
+        for prefix in self.prefixes:
+            if not module.startswith(prefix):
+                continue
+            rest = module[len(prefix) :]
+            if rest in self.outer:
+                return f"{self.outer[rest]}.{kind}"
+            layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", rest)
+            if layer is not None and layer[2] in self.inner:
+                return f"{LAYERS}.{layer[1]}.{self.inner[layer[2]]}.{kind}"
         return name
 
-    def stored_values(self, name: str, values: Tensor) -> Tensor:
-        return values
-
-    @property
-    def written_keys(self) -> dict[str, Any]:
-        """The keys of a config that differ in a checkpoint which is written of the decoder's tensors."""
-        return {}
-
-    def combined(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return open files, by the decoder's names, in which tensors that are made of several are one."""
-        return dict(files)
+    def stored_name(self, own: str) -> str:
+        """Return the name that a checkpoint of the family gives a tensor of the decoder."""
+        module, kind = own.rsplit(".", 1)
+        if module == HEAD:
+            return f"{self.heads[0]}.{kind}"
+        layer = re.fullmatch(rf"{re.escape(LAYERS)}\.(\d+)\.(.+)", module)
+        names = self.outer if layer is None else self.inner
+        wanted = module if layer is None else layer[2]
+        stored = next((stored for stored, name in reversed(names.items()) if name == wanted), None)
+        if stored is None:
+            return own
+        place = "" if layer is None else f"{self.layers}.{layer[1]}."
+        return f"{self.prefixes[0]}{place}{stored}.{kind}"
 
     def stored_module(self, module: str) -> str:
         """Return the name that a checkpoint of the family gives a linear layer of the decoder."""
         return self.stored_name(f"{module}.weight").removesuffix(".weight")
 
+    def stored_values(self, name: str, values: Tensor) -> Tensor:
+        return values.T.contiguous() if self._is_transposed(name) else values
+
     def layer_class(self, module: str) -> str:
-        return LINEAR
+        return CONV1D if self._is_transposed(f"{module}.weight") else LINEAR
 
     def is_ignored(self, stored: str) -> bool:
-        return False
+        return any(
+            re.fullmatch(rf"(?:{re.escape(prefix)})?{self.layers}\.\d+\.{re.escape(name)}", stored)
+            for prefix in self.prefixes
+            for name in self.ignored
+        )
 
-    def _renamed(self, name: str) -> str:
-        return unnested(name) if self.nested else name
+    def _is_transposed(self, name: str) -> bool:
+        part = name.removeprefix(f"{LAYERS}.").partition(".")[2]
+        return part.endswith(".weight") and part.removesuffix(".weight") in self.transposed
 
 
-@dataclass(frozen=True)
-class Renamed:
-    file: Any
-    stored: str
-
-    def get_slice(self, name: str) -> Any:
-        return self.file.get_slice(self.stored)
-
-    def get_tensor(self, name: str) -> Tensor:
-        found: Tensor = self.file.get_tensor(self.stored)
-        return found
+AS_STORED = Naming()
 
 
 def _check_spelling(stored: Iterable[str]) -> None:
@@ -137,108 +185,12 @@ def unnested(name: str) -> str:
     return name
 
 
-AS_STORED = Naming()
+def transposed(stored: StoredTensor) -> StoredTensor:
+    def read(rows: slice | None) -> Tensor:
+        values = stored.whole().T
+        return values if rows is None else values[rows]
 
-
-EMBEDDING, POSITIONS, LAST_NORM = "model.embed_tokens", "model.embed_positions", "model.norm"
-LLAMA_OUTER = {"embed_tokens": EMBEDDING, "norm": LAST_NORM}
-LLAMA_INNER = {
-    name: name
-    for name in (
-        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-        "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-    )
-}  # fmt: skip
-NAME = re.compile(r"(.+)\.(\w+)")  # module and tensor
-
-
-@dataclass(frozen=True, eq=False)
-class TensorLayout(Naming):
-    """The names of a family's tensors, and which of its weights are stored as [K, M]."""
-
-    prefixes: tuple[str, ...] = ("model.",)  # of all modules but the head; the first is written
-    layers: str = "layers"  # the name of the list of layers
-    outer: dict[str, str] = field(default_factory=lambda: LLAMA_OUTER)  # outside the layers
-    inner: dict[str, str] = field(default_factory=lambda: LLAMA_INNER)  # of a layer -> in the decoder
-    heads: tuple[str, ...] = (HEAD,)  # the names of the head; the first is written
-    transposed: frozenset[str] = frozenset()  # of a layer, stored as [K, M]
-    ignored: tuple[str, ...] = ()  # tensors of a layer that carry no information
-
-    def __eq__(self, other: object) -> bool:
-        return self is other  # not that of `Naming`, which knows no names
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def _renamed(self, name: str) -> str:
-        return self._own_name(name) or name
-
-    def _own_name(self, stored: str) -> str | None:
-        """Return the decoder's name of a stored tensor; None for one that the family lacks."""
-        match = NAME.fullmatch(stored)
-        if match is None:
-            return None
-        module, kind = match.groups()
-        if module in self.heads:
-            return f"{HEAD}.{kind}"
-        for prefix in self.prefixes:
-            if not module.startswith(prefix):
-                continue
-            rest = module[len(prefix) :]
-            if rest in self.outer:
-                return f"{self.outer[rest]}.{kind}"
-            layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", rest)
-            if layer is not None and layer[2] in self.inner:
-                return f"{LAYERS}.{layer[1]}.{self.inner[layer[2]]}.{kind}"
-        return None
-
-    def stored_name(self, own: str) -> str:
-        module, kind = own.rsplit(".", 1)
-        if module == HEAD:
-            return f"{self.heads[0]}.{kind}"
-        layer = re.fullmatch(rf"{re.escape(LAYERS)}\.(\d+)\.(.+)", module)
-        names = self.outer if layer is None else self.inner
-        wanted = module if layer is None else layer[2]
-        # a family's own name comes after that of Llama
-        stored = next((stored for stored, name in reversed(names.items()) if name == wanted), None)
-        if stored is None:
-            return own
-        place = "" if layer is None else f"{self.layers}.{layer[1]}."
-        return f"{self.prefixes[0]}{place}{stored}.{kind}"
-
-    def is_ignored(self, stored: str) -> bool:
-        return any(
-            re.fullmatch(rf"(?:{re.escape(prefix)})?{self.layers}\.\d+\.{re.escape(name)}", stored)
-            for prefix in self.prefixes
-            for name in self.ignored
-        )
-
-    @property
-    def stored_layers(self) -> str:
-        return f"{self.prefixes[0]}{self.layers}"
-
-    def layer_class(self, module: str) -> str:
-        return CONV1D if self._is_transposed(f"{module}.weight") else LINEAR
-
-    def opened(self, file: Any, stored: str, name: str) -> Any:
-        return Transposed(file, stored) if self._is_transposed(name) else super().opened(file, stored, name)
-
-    def stored_values(self, name: str, values: Tensor) -> Tensor:
-        return values.T.contiguous() if self._is_transposed(name) else values
-
-    def _is_transposed(self, name: str) -> bool:
-        part = name.removeprefix(f"{LAYERS}.").partition(".")[2]
-        return part.endswith(".weight") and part.removesuffix(".weight") in self.transposed
-
-
-class Transposed(Renamed):
-    def get_slice(self, name: str) -> LazyTensor:
-        found = self.file.get_slice(self.stored)
-        shape = [*found.get_shape()][::-1]
-        return LazyTensor(found.get_dtype(), shape, lambda rows: self.get_tensor(name)[rows])
-
-    def get_tensor(self, name: str) -> Tensor:
-        return super().get_tensor(name).T
+    return replace(stored, shape=stored.shape[::-1], read=read)
 
 
 def written(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

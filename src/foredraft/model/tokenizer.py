@@ -53,7 +53,8 @@ class Tokenizer:
         """Wrap a tokenizer of the library, whose truncation and padding are switched off."""
         inner.no_truncation()
         inner.no_padding()
-        self._inner, self._digest = inner, digest
+        self._digest = digest
+        self.inner = inner  # that of the library, for reading its tables; it must not be changed
         self.chat = chat  # the chat templates; None if the checkpoint has none
         self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
         self.special = frozenset(
@@ -71,8 +72,24 @@ class Tokenizer:
         file = Path(path) / FILE
         if not file.is_file():
             return None
+        found = cls.from_content(file, file, None, model_vocab_size, like=like)
+        _check_added(found.inner, file)
+        found.chat = ChatTemplate.from_folder(Path(path))
+        return found
+
+    @classmethod
+    def from_content(
+        cls,
+        content: bytes | Path,
+        where: Path,
+        chat: ChatTemplate | None,
+        model_vocab_size: int | None = None,
+        *,
+        like: Tokenizer | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer of the content of a `tokenizer.json`; `where` names it in errors."""
         try:
-            content = file.read_bytes()
+            content = content if isinstance(content, bytes) else content.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             if like is not None and like.digest == digest:
                 inner = like.inner
@@ -84,19 +101,22 @@ class Tokenizer:
         except BaseException as error:  # the library raises bare Exception, and panics
             if not is_fault(error):
                 raise
-            raise broken(f"{file} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
-        _check_added(inner, file)
-        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size, digest=digest)
+            raise broken(f"{where} is not a readable tokenizer ({str(error)[:MAX_SHOWN]})") from error
+        return cls(inner, chat, model_vocab_size, digest=digest)
 
     @cached_property
     def digest(self) -> str:
         """A hash of everything about the tokenizer: of its file, or else of its content."""
-        return self._digest or hashlib.sha256(self._inner.to_str().encode()).hexdigest()
+        return self._digest or hashlib.sha256(self.inner.to_str().encode()).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that two tokenizers share if their ids mean the same; a large one takes seconds."""
-        return _fingerprint(json.loads(self._inner.to_str()))
+        content = json.loads(self.inner.to_str())
+        model = content["model"]
+        added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
+        parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def has_ids_of(self, other: Tokenizer) -> bool:
         return self.digest == other.digest or self.fingerprint == other.fingerprint
@@ -104,32 +124,27 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than the largest id of the vocabulary without added tokens; ids below may be unused."""
-        added = self._inner.get_added_tokens_decoder()
-        ids = self._inner.get_vocab(with_added_tokens=False).values()
+        added = self.inner.get_added_tokens_decoder()
+        ids = self.inner.get_vocab(with_added_tokens=False).values()
         return max((id for id in ids if id not in added), default=-1) + 1
 
     def has(self, id: int) -> bool:
-        return self._inner.id_to_token(id) is not None
-
-    @property
-    def inner(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library, for reading its tables; it must not be changed."""
-        return self._inner
+        return self.inner.id_to_token(id) is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the special tokens that the post-processor adds unless disabled."""
-        ids: list[int] = self._encoded(text, add_special_tokens, places=False).ids
+        ids: list[int] = self.encoding(text, add_special_tokens, places=False).ids
         return ids
 
-    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
-        return self._encoded(text, add_special_tokens, places=True)
-
-    def _encoded(self, text: str, add_special_tokens: bool, *, places: bool) -> tokenizers.Encoding:
+    def encoding(
+        self, text: str, add_special_tokens: bool = True, *, places: bool = True
+    ) -> tokenizers.Encoding:
+        """Return the encoding of a text, in which the places of the tokens are right only with `places`."""
         check_unicode(text, "the text")
-        inner, options = self._inner, {"add_special_tokens": add_special_tokens}
+        options = {"add_special_tokens": add_special_tokens}
         if len(text) < LONG:
-            return _called("encode the text", inner.encode, text, **options)
-        encode = inner.encode_batch if places else inner.encode_batch_fast
+            return _called("encode the text", self.inner.encode, text, **options)
+        encode = self.inner.encode_batch if places else self.inner.encode_batch_fast
         return _called("encode the text", encode, [text], **options)[0]
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -154,7 +169,7 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         if invalid_at(text) is not None:
             return None
-        id = self._inner.token_to_id(text)
+        id = self.inner.token_to_id(text)
         return id if id in self.special else None
 
     def special_ids(self, texts: Iterable[str]) -> dict[int, str]:
@@ -166,7 +181,7 @@ class Tokenizer:
         return not (skip_special and id in self.special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
-        return self.byte_of(self._inner.id_to_token(id) or "") if self._byte_fallback else None
+        return self.byte_of(self.inner.id_to_token(id) or "") if self._byte_fallback else None
 
     def byte_of(self, token: str) -> bytes | None:
         """Return the byte of a byte token, given by its name; None for any other token."""
@@ -177,15 +192,11 @@ class Tokenizer:
 
     def ends_mid_character(self, ids: Iterable[int]) -> bool:
         """Return whether the bytes of visible ids end within a character, which later ids may complete."""
-        if not self.byte_level:
-            return False
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for id in ids:
-            decoder.decode(token_bytes(self._inner.id_to_token(id) or ""))
-        return bool(decoder.getstate()[0])
+        data = b"".join(token_bytes(self.inner.id_to_token(id) or "") for id in ids)
+        return self.byte_level and codecs.utf_8_decode(data, "replace")[1] < len(data)
 
     def text(self, ids: list[int], skip_special: bool) -> str:
-        text: str = _called("decode token ids", self._inner.decode, ids, skip_special_tokens=skip_special)
+        text: str = _called("decode token ids", self.inner.decode, ids, skip_special_tokens=skip_special)
         return text
 
     def text_of(self, tokens: list[str]) -> str:
@@ -204,32 +215,33 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []
         self._emitted = 0  # characters of the window's text
-        self._run_start = 0  # the index in the window where the run of byte tokens begins
-        self._run_emitted = 0  # ids of the run whose text has been returned
-        self._run_decoder: codecs.IncrementalDecoder | None = None  # None outside a run
-        self._run_invalid = False
+        self._run: bytes | None = b""  # of the byte tokens that end the window; None when they are invalid
+        self._run_emitted = 0  # bytes of the run whose text has been returned
         self._prompt_tails: tuple[str, ...] = ()  # of `after`: the end of its text that is not certain yet
         self.push(self._context(after))
-        if self._held_back() and not self._is_incomplete():
+        if self._held_back() and not self._incomplete():
             self._emit_run()
         # as it reads if what follows breaks the character at its end, and if it completes it
         self._prompt_tails = self._rest(), self.pending()
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids, and return the further text that no later id can change."""
-        return "".join([self._without_prompt_tail(self._push(id)) for id in ids])
+        pieces = []
+        for id in ids:
+            piece = self._push(id)
+            if piece and self._prompt_tails:
+                piece, self._prompt_tails = self._without_prompt(piece), ()
+            pieces.append(piece)
+        return "".join(pieces)
 
     def pending(self) -> str:
         """Return the rest of the text if it ends here: the complete characters that are held back."""
         if self._held_back() == 0:
             return ""
-        assert self._run_decoder is not None
-        incomplete = len(self._run_decoder.getstate()[0])  # bytes, which are as many ids
-        text = self._text(self._window[: len(self._window) - incomplete])[self._emitted :]
+        text = self._text(self._window[: len(self._window) - self._incomplete()])[self._emitted :]
         return self._without_prompt(text)
 
     def _context(self, after: Sequence[int]) -> list[int]:
@@ -242,11 +254,6 @@ class Detokenizer:
                 context.append(id)
         return context[::-1]
 
-    def _without_prompt_tail(self, piece: str) -> str:
-        if piece and self._prompt_tails:
-            piece, self._prompt_tails = self._without_prompt(piece), ()
-        return piece
-
     def _without_prompt(self, text: str) -> str:
         return text[len(next(filter(text.startswith, self._prompt_tails), "")) :]
 
@@ -255,20 +262,23 @@ class Detokenizer:
             return ""
         byte = self._tokenizer.byte(id)
         if byte is None:
-            self._end_run()
-        elif self._run_decoder is None:
-            self._run_decoder = codecs.getincrementaldecoder("utf-8")()
-            self._run_start = len(self._window)
-        elif self._run_invalid:
+            if self._incomplete():
+                self._emitted = self._emitted_of_invalid_run()
+            self._run, self._run_emitted = b"", 0
+        elif self._run is None:
             return REPLACEMENT  # the library decodes each further byte of an invalid run to U+FFFD
         self._window.append(id)
-        if byte is not None and self._extends_run(byte):
-            if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():
-                return ""
-            return self._emit_run()
+        if byte is not None:
+            self._run += byte
+            try:
+                incomplete = self._incomplete()
+            except UnicodeDecodeError:
+                self._emitted, self._run = self._emitted_of_invalid_run(), None
+            else:
+                return "" if incomplete or self._held_back() < MAX_HELD_BYTES else self._emit_run()
         text = self._text(self._window)
-        incomplete = text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)
-        certain = len(text) - incomplete
+        unfinished = text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)
+        certain = len(text) - unfinished
         piece, self._emitted = text[self._emitted : certain], certain
         if byte is None and len(self._window) > 2 * CONTEXT:
             self._window = self._window[-CONTEXT:]
@@ -277,50 +287,29 @@ class Detokenizer:
         return piece
 
     def _rest(self) -> str:
-        emitted = self._emitted_of_invalid_run() if self._is_incomplete() else self._emitted
+        emitted = self._emitted_of_invalid_run() if self._incomplete() else self._emitted
         return self._text(self._window)[emitted:]
 
     def _held_back(self) -> int:
-        if self._run_decoder is None or self._run_invalid:
-            return 0
-        return len(self._window) - self._run_start - self._run_emitted
+        return 0 if self._run is None else len(self._run) - self._run_emitted
 
-    def _is_incomplete(self) -> bool:
-        if self._run_decoder is None or self._run_invalid:
-            return False
-        return bool(self._run_decoder.getstate()[0])
-
-    def _extends_run(self, byte: bytes) -> bool:
-        """Add the next byte to the run, and return whether the run is still valid."""
-        assert self._run_decoder is not None
-        try:
-            self._run_decoder.decode(byte)
-        except UnicodeDecodeError:
-            self._invalidate_run()
-        return not self._run_invalid
-
-    def _invalidate_run(self) -> None:
-        self._run_invalid, self._emitted = True, self._emitted_of_invalid_run()
+    def _incomplete(self) -> int:
+        """Return the bytes of an incomplete character at the end of the run, which are as many ids."""
+        return 0 if self._run is None else len(self._run) - codecs.utf_8_decode(self._run)[1]
 
     def _emitted_of_invalid_run(self) -> int:
         """Return `_emitted` for an invalid run, whose bytes all decode to U+FFFD, emitted ones too."""
         if not self._run_emitted:
             return self._emitted
-        return len(self._text(self._window[: self._run_start])) + self._run_emitted
-
-    def _end_run(self) -> None:
-        if self._is_incomplete():
-            self._invalidate_run()
-        self._run_decoder, self._run_emitted, self._run_invalid = None, 0, False
+        return len(self._text(self._window[: -len(self._run or b"")])) + self._run_emitted
 
     def _emit_run(self) -> str:
         """Return the text of the run so far, and keep only its last part as context for what follows."""
-        text = self._text(self._window)
-        piece = text[self._emitted :]
-        kept = self._window[self._run_start + self._run_emitted :]
-        self._window[self._run_start :] = kept
-        self._run_emitted = len(kept)
-        self._emitted = len(self._text(self._window))
+        piece, run = self._text(self._window)[self._emitted :], self._run or b""
+        start = len(self._window) - len(run)
+        del self._window[start : start + self._run_emitted]
+        self._run = run[self._run_emitted :]
+        self._run_emitted, self._emitted = len(self._run), len(self._text(self._window))
         return piece
 
     def _text(self, ids: list[int]) -> str:
@@ -383,30 +372,15 @@ def has_decoder(kind: str, decoder: dict[str, Any] | None) -> bool:
     return decoder["type"] == kind or any(has_decoder(kind, part) for part in decoder.get("decoders", ()))
 
 
-def _byte_level_table() -> dict[str, int]:
-    """Return the byte of each character in a byte-level vocabulary, as GPT-2 has it: some from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level_table()
-NO_BYTE = 0x100  # beyond every byte, so that Latin-1 cannot encode it
-# code of each character -> byte, for `str.translate`; no other character becomes a byte
-TO_BYTES = dict.fromkeys(range(256), NO_BYTE) | {ord(each): byte for each, byte in BYTE_LEVEL.items()}
+# the byte of each character of a byte-level vocabulary, as GPT-2 has it: some characters from U+0100 on
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def token_bytes(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary; an added token may be plain text instead."""
     try:
-        return token.translate(TO_BYTES).encode("latin-1")
-    except UnicodeEncodeError:
+        return bytes(map(BYTE_LEVEL.__getitem__, token))
+    except KeyError:
         return token.encode()
-
-
-def _fingerprint(content: dict[str, Any]) -> str:
-    """Return a hash of everything that gives ids their meaning: vocabulary, merges and added tokens."""
-    model = content["model"]
-    added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
-    parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

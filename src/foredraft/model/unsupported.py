@@ -105,78 +105,59 @@ SMALL, MEDIUM, LARGE, LARGEST = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-
 EIGHT = "Qwen/Qwen3-8B"
 # What each name is the checkpoint of, for the tests.
 INSTEAD = dict.fromkeys((SMALL, MEDIUM, EIGHT, LARGE, LARGEST), "qwen3")
-# Kind -> what to give instead -> values of `model_type`, and architectures of GGUF files where these differ.
-_TABLE: dict[str, dict[str, str]] = {
-    "experts": {
-        SMALL: "flex_olmo granitemoe granitemoe_swa granitemoeshared jetmoe nllb_moe olmoe",
-        MEDIUM: """
-            afmoe bailingmoe bailingmoe2 doge dots1 ernie4_5-moe ernie4_5_moe gpt-oss gpt_oss grovemoe
-            hunyuan-moe hunyuan_v1_moe phimoe qwen2_moe qwen2moe qwen3_moe qwen3moe smallthinker
-            """,
-        LARGE: """
-            aria cohere2_moe dbrx exaone-moe exaone_moe glm4_moe glm4moe minimax_m2 mixtral solar_open
-            """,
-        LARGEST: "grok grok-1 llama4 llama4_text qwen3_omni_moe qwen3_vl_moe",
-    },
-    "latent": {
-        MEDIUM: "deepseek2 deepseek_v2",
-        LARGEST: """
-            axk1 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 glm4_moe_lite glm_moe_dsa kimi_k2
-            kimi_k25 longcat_flash mistral4 mistral_large4
-            """,
-    },
-    "latent-dense": {MEDIUM: "minicpm3 plm youtu"},
-    "hybrid": {
-        SMALL: """
-            arwkv7 bamba falcon-h1 falcon_h1 falcon_mamba lfm2 lfm3 mamba mamba2 plamo2 recurrent_gemma
-            recurrentgemma rwkv rwkv6 rwkv7 xlstm zamba zamba2
-            """,
-        MEDIUM: "nemotron_h olmo_hybrid qwen35 qwen3_5 qwen3_5_text",
-    },
-    "hybrid-experts": {
-        SMALL: "granitehybrid granitemoehybrid lfm2_moe lfm2moe",
-        MEDIUM: "jamba kimi_linear qwen35moe qwen3_5_moe qwen3_5_moe_text qwen3_next qwen3next",
-        LARGE: "bailing_hybrid minimax nemotron_h_moe nemotron_h_omni",
-    },
-    "encoder": {
-        SMALL: """
-            albert bert big_bird camembert canine clip convbert data2vec deberta deberta_v2 distilbert electra
-            embedding_gemma2 ernie esm eurobert flaubert fnet funnel gemma-embedding ibert jina-bert-v2
-            jina_embeddings_v3 layoutlm longformer luke megatron_bert mobilebert modern-bert modernbert mpnet
-            mra neo-bert nomic-bert nomic_bert nystromformer rembert roberta roberta_prelayernorm roformer
-            siglip siglip2 splinter squeezebert xlm xlm_roberta xlm_roberta_xl xmod yoso
-            """
-    },
-    "encoder-decoder": {
-        SMALL: """
-            bart barthez bartpho bigbird_pegasus blenderbot blenderbot_small byt5 encoder_decoder fsmt led
-            longt5 m2m_100 marian mbart mbart50 mt5 mvp myt5 nllb pegasus pegasus_x plbart prophetnet
-            switch_transformers t5 t5encoder t5gemma t5gemma2 udop umt5
-            """
-    },
-    "vision": {
-        MEDIUM: """
-            aya_vision blip blip_2 chameleon cogvlm cohere2_vision deepseek_vl dinov2 dinov3_vit emu3
-            florence2 fuyu gemma3n glm46v glm4v got_ocr2 idefics idefics2 idefics3 internvl janus kosmos2
-            lfm2_vl llava llava_next llava_onevision mllama molmo2 ovis2 paligemma phi4_multimodal pixtral
-            qwen2_5_omni qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl smolvlm video_llava vipllava vit
-            """
-    },
-    "audio": {
-        SMALL: """
-            audioflamingo3 bark csm dia granite_speech hubert kyutai_speech_to_text moshi musicgen parakeet
-            qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 speech_to_text speecht5 voxtral wav2vec2
-            wavtokenizer-dec whisper
-            """
-    },
-    "diffusion": {EIGHT: "diffusion_gemma dream llada llada-moe"},
-}
-KNOWN: dict[str, tuple[str, str]] = {
-    name: (kind, instead)
-    for kind, rows in _TABLE.items()
-    for instead, names in rows.items()
-    for name in names.split()
-}
+# Kind and what to give instead -> values of `model_type`, and architectures of GGUF files where these differ.
+_TABLE = {
+    ("experts", SMALL): "flex_olmo granitemoe granitemoe_swa granitemoeshared jetmoe nllb_moe olmoe",
+    ("experts", MEDIUM): """
+        afmoe bailingmoe bailingmoe2 doge dots1 ernie4_5-moe ernie4_5_moe gpt-oss gpt_oss grovemoe
+        hunyuan-moe hunyuan_v1_moe phimoe qwen2_moe qwen2moe qwen3_moe qwen3moe smallthinker
+        """,
+    ("experts", LARGE): """
+        aria cohere2_moe dbrx exaone-moe exaone_moe glm4_moe glm4moe minimax_m2 mixtral solar_open
+        """,
+    ("experts", LARGEST): "grok grok-1 llama4 llama4_text qwen3_omni_moe qwen3_vl_moe",
+    ("latent", MEDIUM): "deepseek2 deepseek_v2",
+    ("latent", LARGEST): """
+        axk1 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl_v2 glm4_moe_lite glm_moe_dsa kimi_k2
+        kimi_k25 longcat_flash mistral4 mistral_large4
+        """,
+    ("latent-dense", MEDIUM): "minicpm3 plm youtu",
+    ("hybrid", SMALL): """
+        arwkv7 bamba falcon-h1 falcon_h1 falcon_mamba lfm2 lfm3 mamba mamba2 plamo2 recurrent_gemma
+        recurrentgemma rwkv rwkv6 rwkv7 xlstm zamba zamba2
+        """,
+    ("hybrid", MEDIUM): "nemotron_h olmo_hybrid qwen35 qwen3_5 qwen3_5_text",
+    ("hybrid-experts", SMALL): "granitehybrid granitemoehybrid lfm2_moe lfm2moe",
+    ("hybrid-experts", MEDIUM): """
+        jamba kimi_linear qwen35moe qwen3_5_moe qwen3_5_moe_text qwen3_next qwen3next
+        """,
+    ("hybrid-experts", LARGE): "bailing_hybrid minimax nemotron_h_moe nemotron_h_omni",
+    ("encoder", SMALL): """
+        albert bert big_bird camembert canine clip convbert data2vec deberta deberta_v2 distilbert electra
+        embedding_gemma2 ernie esm eurobert flaubert fnet funnel gemma-embedding ibert jina-bert-v2
+        jina_embeddings_v3 layoutlm longformer luke megatron_bert mobilebert modern-bert modernbert mpnet
+        mra neo-bert nomic-bert nomic_bert nystromformer rembert roberta roberta_prelayernorm roformer
+        siglip siglip2 splinter squeezebert xlm xlm_roberta xlm_roberta_xl xmod yoso
+        """,
+    ("encoder-decoder", SMALL): """
+        bart barthez bartpho bigbird_pegasus blenderbot blenderbot_small byt5 encoder_decoder fsmt led
+        longt5 m2m_100 marian mbart mbart50 mt5 mvp myt5 nllb pegasus pegasus_x plbart prophetnet
+        switch_transformers t5 t5encoder t5gemma t5gemma2 udop umt5
+        """,
+    ("vision", MEDIUM): """
+        aya_vision blip blip_2 chameleon cogvlm cohere2_vision deepseek_vl dinov2 dinov3_vit emu3
+        florence2 fuyu gemma3n glm46v glm4v got_ocr2 idefics idefics2 idefics3 internvl janus kosmos2
+        lfm2_vl llava llava_next llava_onevision mllama molmo2 ovis2 paligemma phi4_multimodal pixtral
+        qwen2_5_omni qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl smolvlm video_llava vipllava vit
+        """,
+    ("audio", SMALL): """
+        audioflamingo3 bark csm dia granite_speech hubert kyutai_speech_to_text moshi musicgen parakeet
+        qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 speech_to_text speecht5 voxtral wav2vec2
+        wavtokenizer-dec whisper
+        """,
+    ("diffusion", EIGHT): "diffusion_gemma dream llada llada-moe",
+}  # fmt: skip
+KNOWN = {name: row for row, names in _TABLE.items() for name in names.split()}
 # Keys of a config.json, or of a GGUF file behind the architecture, that tell what an unknown model is.
 EXPERTS = """
     enable_moe_block expert_count moe_num_experts n_routed_experts num_experts num_local_experts

@@ -53,9 +53,11 @@ from foredraft.model.runner.native import (
     pack_native,
     pack_pieces,
 )
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import EMBEDDING, HEAD, LAST_NORM, LAYERS, POSITIONS
 
+META = torch.device("meta")  # where nothing is packed
 LAYER_EMBEDDING, LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 
 
@@ -71,7 +73,7 @@ class TensorSource(Protocol):
 
 
 def load_decoder(
-    folder: Path,
+    place: ModelSource | Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
@@ -79,13 +81,14 @@ def load_decoder(
     bits: int | None = None,
     length: int | None = None,
 ) -> Decoder:
-    spec = ModelSpec.from_folder(folder).at_length(length)
+    source = source_of(place)
+    spec = source.spec.at_length(length)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        place = torch.device(device)
-        tensors = CheckpointTensors(folder, stack, place, chosen, spec.quantisation, spec.naming)
+        there = torch.device(device)
+        tensors = CheckpointTensors(source, stack, there, chosen, spec.quantisation, spec.naming)
         packs_here = native and tensors.device.type == "cpu"
-        kept = KeptWeights(folder, chosen, bits, tensors.used) if packs_here else None
+        kept = KeptWeights(source, chosen, bits, tensors.used) if packs_here else None
         decoder = build_decoder(spec, tensors, native, bits, kept)
         if spec.embedding_copies:
             tensors.used.add(f"{EMBEDDING}.weight")  # the head may give its rows
@@ -126,8 +129,7 @@ def weight_bytes(
     bits: int | None = None,
 ) -> int:
     """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
-    counter = _SizeCounter(device, dtype)
-    build_decoder(spec, counter, native, bits)
+    counter = _counted(spec, device, dtype, native, bits)
     whole = counter.values * dtype.itemsize
     if not native:
         return whole
@@ -149,9 +151,8 @@ def expanded_bytes(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False
 ) -> dict[str, int]:
     """Return the memory of quantised weights for which the kernels keep no codes, by their formats."""
-    counter, found = _SizeCounter(device, dtype), dict[str, int]()
-    build_decoder(spec, counter, native)
-    for shapes in counter.products:
+    found = dict[str, int]()
+    for shapes in _counted(spec, device, dtype, native).products:
         if native and code_format_of(shapes, spec.quantisation) is not None:
             continue
         for name, shape in shapes.items():
@@ -161,7 +162,7 @@ def expanded_bytes(
 
 
 def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
-    decoder = build_decoder(spec, _SizeCounter(torch.device("meta"), torch.float32))
+    decoder = build_decoder(spec, _SizeCounter())
     shapes = [product.shape for product in decoder.products]
     whole = [shape for shape in shapes if CodeFormat(bits).holds(shape[1])]
     return sum(coded_bytes(*shape, CodeFormat(bits)) for shape in whole)
@@ -169,14 +170,12 @@ def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
 
 def parameter_count(spec: ModelSpec) -> int:
     """Return the number of a model's weights; a head that is the embedding, or a coded copy, counts once."""
-    counter = _SizeCounter(torch.device("meta"), torch.float32)  # a device on which nothing is packed
-    build_decoder(spec, counter)
-    return counter.values - (spec.vocab_size * spec.hidden_size if spec.head_copies else 0)
+    return _counted(spec).values - (spec.vocab_size * spec.hidden_size if spec.head_copies else 0)
 
 
 def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
-    counter = _SizeCounter(torch.device("meta"), torch.float32)
-    builder = _Builder(spec, counter, native=False)
+    counter = _SizeCounter()
+    builder = _Builder(spec, counter)
     builder.layer(0, mlp=mlp)
     builder.norm(LAST_NORM)
     return counter.values
@@ -184,16 +183,15 @@ def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that a decoder needs, by name."""
-    counter = _SizeCounter(torch.device("meta"), torch.float32)
-    build_decoder(spec, counter)
-    return counter.shapes
+    return _counted(spec).shapes
 
 
-def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    spec = ModelSpec.from_folder(folder)
+def read_tensors(place: ModelSource | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    source = source_of(place)
+    spec = source.spec
     with ExitStack() as stack:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        tensors = CheckpointTensors(folder, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
+        tensors = CheckpointTensors(source, stack, torch.device("cpu"), dtype, spec.quantisation, spec.naming)
         return {
             name: tensors.tensor(name, shape).clone(memory_format=torch.contiguous_format)
             for name, shape in tensor_shapes(spec).items()
@@ -201,10 +199,10 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
         }
 
 
-def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
+def layer_tensors(place: ModelSource | Path, layer: int) -> dict[str, Tensor]:
     """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`."""
     own = f"{LAYERS}.{layer}."
-    found = read_tensors(folder, lambda name: name.startswith((own, f"{LAST_NORM}.")))
+    found = read_tensors(place, lambda name: name.startswith((own, f"{LAST_NORM}.")))
     return {name.replace(own, f"{LAYERS}.0."): tensor for name, tensor in found.items()}
 
 
@@ -284,9 +282,6 @@ class _Builder:
             weight = weight + 1.0
         return RMSNorm(weight, spec.norm_eps, spec.norm_offset or spec.norm_float32)
 
-    def plain_norm(self, size: int) -> Norm:
-        return RMSNorm(torch.ones(size, device=self.tensors.device), self.spec.norm_eps, offset=True)
-
     def learned_positions(self) -> Tensor | None:
         spec = self.spec
         if not spec.learned_positions:
@@ -354,7 +349,16 @@ class _Builder:
         prefix = f"{LAYERS}.{index}"
         attention = self._attention(prefix, index)
         made = self._mlp(prefix, index, attention) if mlp else None
-        return Layer(attention, made, self._input(prefix), self._scalar(prefix))
+        own, hidden, size = None, self.spec.hidden_size, self.spec.layer_input_size
+        if size:
+            gate, output = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
+            norm = self.norm(f"{prefix}.post_per_layer_input_norm")
+            own = LayerInput(self.linear({gate: size}, hidden), self.linear({output: hidden}, size), norm)
+        if self.spec.layer_scalars:
+            found = self.tensors.load({f"{prefix}.layer_scalar": (1,)})
+            if not found.is_meta:
+                return Layer(attention, made, own, found if found.requires_grad else float(found))
+        return Layer(attention, made, own)
 
     def _attention(self, prefix: str, index: int) -> Attention:
         spec, norm, window = self.spec, self.norm, self.spec.windows[index]
@@ -369,6 +373,7 @@ class _Builder:
         normed, after = spec.head_norms or spec.projection_norms, spec.post_norms or spec.sum_norms
         q_size, k_size = (q_rows, kv_rows) if spec.projection_norms else (dim, dim)
         q_heads, k_heads = (spec.heads, spec.kv_heads_of(window)) if spec.own_head_norms else (0, 0)
+        ones = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
         return Attention(
             norm=norm(f"{prefix}.input_layernorm") if spec.pre_norms else None,
             qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias, self.qkv_order),
@@ -376,25 +381,9 @@ class _Builder:
             post_norm=norm(f"{prefix}.post_attention_layernorm") if after else None,
             q_norm=norm(f"{prefix}.self_attn.q_norm", q_size, q_heads) if normed else None,
             k_norm=norm(f"{prefix}.self_attn.k_norm", k_size, k_heads) if normed and stores else None,
-            v_norm=self.plain_norm(dim) if spec.value_norms and stores else None,
+            v_norm=ones if spec.value_norms and stores else None,
             window=window,
         )
-
-    def _input(self, prefix: str) -> LayerInput | None:
-        hidden, size = self.spec.hidden_size, self.spec.layer_input_size
-        if not size:
-            return None
-        gate, output = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
-        norm = self.norm(f"{prefix}.post_per_layer_input_norm")
-        return LayerInput(self.linear({gate: size}, hidden), self.linear({output: hidden}, size), norm)
-
-    def _scalar(self, prefix: str) -> float | Tensor:
-        if not self.spec.layer_scalars:
-            return 1.0
-        scalar = self.tensors.load({f"{prefix}.layer_scalar": (1,)})
-        if scalar.is_meta:
-            return 1.0
-        return scalar if scalar.requires_grad else float(scalar)
 
     def inputs(self) -> LayerInputs | None:
         """Return what makes the inputs that layers take of the tokens themselves; None in models without."""
@@ -436,7 +425,7 @@ def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
 class _SizeCounter:
     """A source that notes shapes, counts the values kept, copies included, and allocates nothing."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device = META, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = device, dtype
         self.values = 0
         self.shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape
@@ -453,3 +442,15 @@ class _SizeCounter:
 
     def free_temporary(self) -> None:
         return None
+
+
+def _counted(
+    spec: ModelSpec,
+    device: torch.device = META,
+    dtype: torch.dtype = torch.float32,
+    native: bool = False,
+    bits: int | None = None,
+) -> _SizeCounter:
+    counter = _SizeCounter(device, dtype)
+    build_decoder(spec, counter, native, bits)
+    return counter

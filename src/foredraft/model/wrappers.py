@@ -15,7 +15,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import read_json
-from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
+from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.tensor_names import unnested
 from foredraft.model.unsupported import HARMLESS, NEUTRAL
@@ -118,8 +118,14 @@ def with_tie(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     tied = found is not None and config.get(TIED) in (None, True) and found[1].tied
     if not tied or not isinstance(text, dict) or text.get(TIED) is True:
         return config
-    heads = [name for name in _stored_names(folder) if unnested(name) == "lm_head.weight"]
-    return config | {TIED: False} if heads else config
+    names: Iterable[str] = ()
+    if (folder / SINGLE).is_file():
+        with SafetensorsFile(folder / SINGLE) as file:
+            names = file.tensors
+    elif (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX).get("weight_map")
+        names = listed if isinstance(listed, dict) else ()
+    return config | {TIED: False} if any(unnested(name) == "lm_head.weight" for name in names) else config
 
 
 def _wrapper(config: Mapping[str, Any]) -> tuple[str, Wrapper] | None:
@@ -132,14 +138,11 @@ def _wrapper(config: Mapping[str, Any]) -> tuple[str, Wrapper] | None:
 
 def _agree(key: str, one: object, other: object) -> bool:
     if key == "eos_token_id":
-        return _ids(one) <= _ids(other)
+        few, many = ({*ids} if isinstance(ids, list) else {ids} for ids in (one, other))
+        return few <= many
     if key in ("dtype", "torch_dtype"):
         return str(one).removeprefix("torch.") == str(other).removeprefix("torch.")
     return one == other
-
-
-def _ids(value: object) -> set[object]:
-    return set(value) if isinstance(value, list) else {value}
 
 
 def _of_text(value: Any) -> Any:
@@ -151,11 +154,3 @@ def _of_text(value: Any) -> Any:
     if isinstance(value, dict):
         return {_of_text(key): _of_text(each) for key, each in value.items()}
     return value
-
-
-def _stored_names(folder: Path) -> Iterable[str]:
-    if (folder / SINGLE).is_file():
-        with SafetensorsFile(folder / SINGLE) as file:
-            return [*file.keys()]
-    names = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
-    return [*names] if isinstance(names, dict) else []

@@ -2,7 +2,7 @@
 
 The linear layers and the head are coded; a tied head becomes a tensor of its own. The embedding is stored as
 the values that its codes stand for, because the format has no codes of embeddings. Every other tensor and
-file is copied, except the record of a GGUF file or of LoRAs. Of a multimodal checkpoint the text model alone
+file is copied. Of a multimodal checkpoint the text model alone
 is written. The card has, over held-out text, the KL divergence from the original, how often both find the
 same token likeliest, the ratio of perplexities, and the embedding's share of the divergence.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -28,15 +27,13 @@ from foredraft.files import errors_named, replacing_folder
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
-from foredraft.model.checkpoint import Checkpoint, weight_headers
-from foredraft.model.config import read_json
+from foredraft.model.checkpoint import weight_headers
 from foredraft.model.decoder import Decoder
-from foredraft.model.gguf.tensors import RECORD
-from foredraft.model.lora.lora_config import RECORD as LORAS
 from foredraft.model.quantisation import BITS, CodeFormat, quantise
 from foredraft.model.quantisation.codes import GROUP
 from foredraft.model.quantisation.gptq import pack
 from foredraft.model.safetensors_file import INDEX, SINGLE, write_tensors
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, EMBEDDING_COPIES, ModelSpec, with_dtype
 from foredraft.model.tensor_names import EMBEDDING, HEAD
 from foredraft.model.weights import read_tensors
@@ -49,12 +46,9 @@ MODULES = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 MOST = 4 << 30  # bytes of a file
 
 
-def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: torch.dtype) -> int:
+def write_quantised(source: ModelSource, out: Path, spec: ModelSpec, bits: int, dtype: torch.dtype) -> int:
     """Write a checkpoint with weights of so many bits into an empty folder, and return its bytes."""
-    own = (CONFIG, INDEX, RECORD, LORAS)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in own:
-            shutil.copyfile(file, out / file.name)
+    source.write_others(out)
     plain: list[str] = []  # linear layers that keep their weights
     classes: set[str] = set()  # of those that are coded
     files: dict[str, str] = {}  # tensor -> file
@@ -72,15 +66,26 @@ def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: 
         (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
     else:
         write_tensors(out / SINGLE, filled, {"format": "pt"})
-    config = with_dtype(text_config_of(read_json(source / CONFIG)), dtype) | {"tie_word_embeddings": False}
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False,
+    }  # fmt: skip
+    group = {
+        "targets": sorted(classes), "weights": weights, "input_activations": None, "output_activations": None,
+    }  # fmt: skip
+    scheme = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
+    }  # fmt: skip
+    config = with_dtype(text_config_of(source.config), dtype) | {"tie_word_embeddings": False}
     config |= spec.naming.written_keys
-    config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": _scheme(bits, plain, classes)}
+    config |= {EMBEDDING_COPIES: spec.tied, "quantization_config": scheme}
     (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return total
 
 
 def _tensors(
-    source: Path, spec: ModelSpec, bits: int, dtype: torch.dtype, plain: list[str], classes: set[str]
+    source: ModelSource, spec: ModelSpec, bits: int, dtype: torch.dtype, plain: list[str], classes: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the new checkpoint, by its stored name; gather `plain` layers and `classes`."""
     head, naming = f"{HEAD}.weight", spec.naming
@@ -119,20 +124,6 @@ def _save(out: Path, tensors: dict[str, Tensor], count: int) -> dict[str, str]:
     return dict.fromkeys(tensors, file)
 
 
-def _scheme(bits: int, plain: list[str], classes: set[str]) -> dict[str, Any]:
-    weights = {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
-        "dynamic": False,
-    }  # fmt: skip
-    group = {
-        "targets": sorted(classes), "weights": weights, "input_activations": None, "output_activations": None,
-    }  # fmt: skip
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
-    }  # fmt: skip
-
-
 GROUP_TOKENS = 2048  # of one pass
 
 
@@ -150,12 +141,16 @@ class Quality:
 
 @torch.no_grad()
 def measure_quality(
-    original: Path, quantised: Path, dtype: torch.dtype, documents: Sequence[Document]
+    original: ModelSource, quantised: ModelSource, dtype: torch.dtype, documents: Sequence[Document]
 ) -> Quality:
     """Compare two checkpoints on documents."""
     device = torch.device("cpu")
-    targets = [FrozenTarget(folder, device, dtype) for folder in (original, quantised)]
-    targets.append(_with_embedding(*targets))
+    targets = [FrozenTarget(source, device, dtype) for source in (original, quantised)]
+    # the original with the quantised embedding shares all other weights
+    with_embedding, own = copy(targets[0]), targets[0].decoder
+    parts = own.layers, own.norm, own.output, own.learned_positions, own.inputs
+    with_embedding.decoder = Decoder(own.spec, targets[1].decoder.embedding, *parts)
+    targets.append(with_embedding)
     batches = Batches(documents, GROUP_TOKENS, 0)
     divergences, of_embedding = list[Tensor](), list[Tensor]()
     same = total = 0
@@ -163,8 +158,8 @@ def measure_quality(
     for group in range(len(batches)):
         packed = Packed.of(batches.documents_of(group), device)
         p, q, half = (target.log_probs(target.states(packed, ()).last) for target in targets)
-        divergences.append(_kl(p, q))
-        of_embedding.append(_kl(p, half))
+        for found, other in ((divergences, q), (of_embedding, half)):
+            found.append((p.exp() * (p - other)).sum(-1))  # of log-probabilities [M, V]
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         said = packed.tokens[packed.predicting + 1][:, None]
         gap += float((p.gather(1, said) - q.gather(1, said)).double().sum())
@@ -178,19 +173,6 @@ def measure_quality(
         perplexity_ratio=math.exp(gap / total),
         embedding_kl=float(torch.cat(of_embedding).double().mean()),
     )
-
-
-def _with_embedding(original: FrozenTarget, quantised: FrozenTarget) -> FrozenTarget:
-    """Return the original with the quantised embedding, which shares all other weights."""
-    found, own = copy(original), original.decoder
-    embedding, parts = quantised.decoder.embedding, (own.learned_positions, own.inputs)
-    found.decoder = Decoder(own.spec, embedding, own.layers, own.norm, own.output, *parts)
-    return found
-
-
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the KL divergence of q from p, [M], of log-probabilities [M, V]."""
-    return (p.exp() * (p - q)).sum(-1)
 
 
 LENGTH = 512  # tokens of a document of the card, at most
@@ -225,26 +207,23 @@ def quantise_checkpoint(
             value=str(checkpoint.source), remedy="give the model that it was made from",
         )  # fmt: skip
     check_out(out, lambda folder: False)
-    documents = _documents(checkpoint, data)
+    documents: list[Document] = []
+    if data:
+        if checkpoint.tokenizer is None:
+            raise ConfigError(
+                f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),
+                remedy="give the model's folder, with its tokenizer.json",
+            )  # fmt: skip
+        length = min(LENGTH, checkpoint.spec.max_positions)
+        reader = DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True)
+        documents = reader.corpus(data).documents
     with errors_named(out, "out", "give a folder that can be"), replacing_folder(out) as new:
-        size = write_quantised(checkpoint.folder, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
+        size = write_quantised(checkpoint.source, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
         quality = None
         if documents:
-            quality = measure_quality(checkpoint.folder, new, checkpoint.dtype, documents)
+            quality = measure_quality(checkpoint.source, ModelSource(new), checkpoint.dtype, documents)
         (new / CARD).write_text(_card(model or "the demo target", weights, quality), encoding="utf-8")
     return QuantiseResult(str(out), weights, size, quality)
-
-
-def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
-    if not data:
-        return []
-    if checkpoint.tokenizer is None:
-        raise ConfigError(
-            f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),
-            remedy="give the model's folder, with its tokenizer.json",
-        )  # fmt: skip
-    length = min(LENGTH, checkpoint.spec.max_positions)
-    return DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True).corpus(data).documents
 
 
 def _card(model: str, weights: str, quality: Quality | None) -> str:

@@ -156,7 +156,7 @@ def prepare(
         raise ConfigError(
             f"{checkpoint.source} has no tokenizer, so no text can be read", remedy=GIVE_TOKENIZER
         )
-    hash = target_hash(checkpoint.folder)
+    hash = target_hash(checkpoint.source)
     check_place(checkpoint, hash)
     key = RunKey.of(options, hash)
     folder = _work(options, key, processes)
@@ -191,7 +191,7 @@ def prepare(
     report("load", 0, 1, "")
     # a student computes in bfloat16 beside 16 bits of any kind, and reads the target's states
     dtype = torch.bfloat16 if checkpoint.dtype == torch.float16 else checkpoint.dtype
-    target = FrozenTarget(checkpoint.folder, device, dtype)
+    target = FrozenTarget(checkpoint.source, device, dtype)
     report("load", 1, 1, "")
     return Prepared(
         checkpoint,

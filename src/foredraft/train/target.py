@@ -27,6 +27,7 @@ from foredraft.model.decoder import Layer, finish, project
 from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
 from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, parameter_count
 
@@ -216,8 +217,8 @@ class States(NamedTuple):
 class FrozenTarget:
     """The model whose next token a student learns."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.decoder = load_decoder(folder, device, dtype)
+    def __init__(self, place: ModelSource | Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.decoder = load_decoder(place, device, dtype)
         self.spec = self.decoder.spec
 
     def autocast(self) -> AbstractContextManager[object]:

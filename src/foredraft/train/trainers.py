@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -30,7 +29,8 @@ from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import read_json
 from foredraft.model.families import FAMILIES
-from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
+from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.tensor_names import LAST_NORM, LAYERS, written
 from foredraft.model.weights import layer_parameters, layer_tensors, read_tensors
@@ -170,7 +170,7 @@ def _student(prepared: Prepared, options: AdapterOptions, processes: Processes) 
     vocabulary = frequent_tokens(prepared.batches.documents, options.draft_vocabulary, spec)
 
     def started(layer: int) -> AdapterStudent:
-        start = layer_tensors(prepared.checkpoint.folder, layer)
+        start = layer_tensors(prepared.checkpoint.source, layer)
         return AdapterStudent(
             spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
             vocabulary=vocabulary, bias=prepared.target.head_bias,
@@ -269,26 +269,26 @@ def train_draft(
     place = options.out
 
     def config_for(checkpoint: Checkpoint) -> dict[str, Any]:
-        whole = text_config_of(read_json(checkpoint.folder / CONFIG))
+        whole = text_config_of(checkpoint.source.config)
         return with_dtype(draft_config(whole, checkpoint.spec, options), checkpoint.dtype)
 
     def check_place(checkpoint: Checkpoint, hash: str) -> None:
         config = config_for(checkpoint)
-        check_out(place, lambda found: not found.samefile(checkpoint.folder) and _holds(found, config))
+        check_out(place, lambda found: not found.samefile(checkpoint.source.path) and _holds(found, config))
 
     def begin(prepared: Prepared, processes: Processes) -> Trainee:
-        folder, target = prepared.checkpoint.folder, prepared.target
+        source, target = prepared.checkpoint.source, prepared.target
         config = config_for(prepared.checkpoint)
         try:
             spec = ModelSpec.from_hf(config)
         except CheckpointError as error:
             raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
         student = DraftStudent(
-            spec, target.decoder.device, _start(folder, options.from_layers), seed=options.seed,
+            spec, target.decoder.device, _start(source, options.from_layers), seed=options.seed,
             checkpointed=options.checkpointed,
         )  # fmt: skip
         cost = step_weights(spec) / step_weights(target.spec)
-        return Trainee(student, cost, place, lambda _, __, tensors: _write(place, folder, config, tensors))
+        return Trainee(student, cost, place, lambda _, __, tensors: _write(place, source, config, tensors))
 
     return trained(options, model, report, load, check_place, begin)
 
@@ -326,12 +326,12 @@ def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOpt
     return made
 
 
-def _start(folder: Path, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
+def _start(source: ModelSource, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
     """Return the target's tensors by their names in a model of the given layers; None without any."""
     if not layers:
         return None
     found: dict[str, Tensor] = {}
-    tensors, spec = read_tensors(folder, lambda name: True), ModelSpec.from_folder(folder)
+    tensors, spec = read_tensors(source, lambda name: True), source.spec
     if spec.sum_norms:  # the last norm is that of the last layer's last sum, whose layer may come first here
         own = f"{LAYERS}.{spec.layers - 1}.post_feedforward_layernorm."
         tensors |= {
@@ -358,7 +358,9 @@ def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
     return CONFIG in names and read_json(folder / CONFIG) == dict(config)
 
 
-def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _write(
+    place: Path, target: ModelSource, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """Write the checkpoint whole or not at all; an existing one is replaced."""
     place.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(place) as new:
@@ -366,6 +368,4 @@ def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mappin
         whole = {name: tensor.contiguous() for name, tensor in stored.items()}
         (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for file in target.iterdir():
-            if file.is_file() and file.name.startswith(SHARED):
-                shutil.copyfile(file, new / file.name)
+        target.write_others(new, SHARED)

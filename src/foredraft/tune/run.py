@@ -21,10 +21,10 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import longest_draft
-from foredraft.model.hub import resolve
-from foredraft.model.lora.folder import with_loras
+from foredraft.model.lora.merging import with_loras
 from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
+from foredraft.model.source import ModelSource, resolve
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.finals import (
     check_writable,
@@ -72,12 +72,12 @@ def tune(
     storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
         check_writable(plan.parent)
-    folder = _resolve(model, loading)
-    hash = model_hash(folder)
+    source = _resolve(model, loading)
+    hash = model_hash(source)
     with stages("load"):
-        llm = _load(folder, prompts, form, options, loading, watch)
+        llm = _load(model or demo.target_path(), prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
-    run = _Run(model or "demo", folder, hash, llm, options, form, storage, stages, watch)
+    run = _Run(model or "demo", source, hash, llm, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, run.runner)
     ids, held_out = hold_out(_encode(llm, form.applied(llm.tokenizer, prompts), options, truncate))
     with stages("calibrate"):
@@ -104,7 +104,7 @@ class _Run:
     """The stages of one search after the model is loaded."""
 
     name: str  # the model's name, for display
-    folder: Path  # its folder
+    source: ModelSource  # its files
     hash: str  # its hash (`plan_files.model_hash`)
     llm: LLM  # the model itself
     options: TuneSettings
@@ -126,7 +126,7 @@ class _Run:
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
         llm, tokens, temperature = self.llm, self.options.tokens, self.options.temperature
-        cache = CalibrationCache(self.folder, self.hash, llm.loaded, prompts, tokens, temperature)
+        cache = CalibrationCache(self.source, self.hash, llm.loaded, prompts, tokens, temperature)
         return cache.read_or(
             lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress)
         )
@@ -221,9 +221,9 @@ class _Run:
         )
 
 
-def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
-    """Return the model's folder, with its LoRAs; take `revision` and `lora` out of the loading options."""
-    revision, loras = loading.pop("revision", None), loading.pop("lora", ())
+def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
+    """Return the model, with its LoRAs."""
+    revision, loras = loading.get("revision"), loading.get("lora", ())
     if model is not None:
         return with_loras(resolve(model, revision), loras)
     if revision is not None:
@@ -237,7 +237,7 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
 
 
 def _load(
-    folder: Path,
+    model: str | Path,
     prompts: Sequence[str],
     form: PromptForm,
     options: TuneSettings,
@@ -258,7 +258,7 @@ def _load(
             progress(stage, done, total)
 
     given = {**loading, "draft_weights": options.draft_weights}
-    return load_for(needs, folder, drafter="none", progress=without_prefill, **given)
+    return load_for(needs, model, drafter="none", progress=without_prefill, **given)
 
 
 def _encode(

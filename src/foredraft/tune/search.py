@@ -37,8 +37,8 @@ from torch import Tensor
 from foredraft.bench.settings import Progress, SamplerName, Steps, TuneSettings, silent
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume
+from foredraft.model.spec import Plan
 from foredraft.tune.study import StudyStorage, optuna, run_trial
 from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import PlanCosts, Trial

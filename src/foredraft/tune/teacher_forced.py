@@ -23,7 +23,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -44,10 +43,10 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
-from foredraft.model.layer_geometry import Plan
-from foredraft.model.lora.lora_config import base_of
 from foredraft.model.memory import upload
 from foredraft.model.runner import Runner, next_chunk
+from foredraft.model.source import ModelSource
+from foredraft.model.spec import Plan
 
 HELD_OUT_EVERY = 4  # one prompt in four is held out
 MIN_HELD_OUT = 6  # prompts, or half of all: with fewer, no speed-up is significant
@@ -174,7 +173,7 @@ class CalibrationCache:
 
     def __init__(
         self,
-        folder: Path,  # of the model; its path and its files' times count, as the hash covers no values
+        source: ModelSource,  # its path and its files' times count, as the hash covers no values
         hash: str,  # hash of the model (`plan_files.model_hash`)
         loaded: Loaded,  # the model
         prompts: Sequence[list[int]],
@@ -184,8 +183,8 @@ class CalibrationCache:
         # token ids of the prompts that the texts continue
         self.prompts = {tuple(prompt) for prompt in prompts}
         self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
-        folder = base_of(folder)  # its LoRAs are in the hash whole
-        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
+        ends = (".safetensors", ".gguf", "config.json")
+        files = sorted(file for file in source.base.files if file.name.endswith(ends))  # but LoRAs
         about = [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
         runner, engine = loaded.runner, loaded.engine
         how = [runner.by_kernels, runner.compiled, loaded.deterministic]
@@ -193,7 +192,7 @@ class CalibrationCache:
             "format": FORMAT,
             "foredraft": foredraft.__version__,
             "model": hash,
-            "files": [str(folder.resolve()), *about],
+            "files": [str(source.path.resolve()), *about],
             # what determines the arithmetic
             "passes": [engine.device.type, str(engine.cache.dtype), how, torch.__version__],
             "prompts": list(prompts),

@@ -33,8 +33,8 @@ from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.strict_records import as_record
 from foredraft.llm.loaded import Loaded
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.runner import Resume, Runner
+from foredraft.model.spec import Plan
 from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
 from foredraft.tune.teacher_forced import Floats
 

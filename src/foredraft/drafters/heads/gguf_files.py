@@ -50,8 +50,7 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.gguf.file import architecture_of
 from foredraft.model.gguf.gguf_config import EPSILONS, MetadataReader
 from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, row_order, stored_values
-from foredraft.model.quantisation.blocks import BLOCKS
-from foredraft.model.quantisation.reading import GGUFFormat
+from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat
 from foredraft.model.spec import ModelSpec
 
 AUX_LAYERS = ("target_layers", "extract_layers")  # keys of the layers; the second is older
@@ -76,7 +75,7 @@ class HeadFormat:
 
     def headers(self, model: GGUFModel) -> dict[str, tuple[str, tuple[int, ...]]]:
         infos = {self.name(stored): info for stored, info in model.tensors.items() if stored != ROPE_FACTORS}
-        return {name: (info.kind, info.shape) for name, info in infos.items()}
+        return {name: (info.dtype, info.shape) for name, info in infos.items()}
 
     def source(self, model: GGUFModel, spec: ModelSpec) -> Callable[[torch.device, torch.dtype], HeadSource]:
         return lambda device, dtype: TensorsInFile(self, model, spec, device, dtype)
@@ -224,11 +223,11 @@ class TensorsInFile:
         stored = stored_values(self.model, info)
         order = row_order(self.rows, info.name, info.shape[0], spec.heads, spec.kv_heads)
         stored = stored if order is None else stored[order]
-        if info.kind in PLAIN:
+        if info.dtype in PLAIN:
             return stored
         shape = math.prod(info.shape[:-1]), info.shape[-1]
         expanded = torch.empty(shape)
-        GGUFFormat(info.kind).codes(shape, {"weight": stored}).expand_into(expanded)
+        GGUFFormat(info.dtype).codes(shape, {"weight": stored}).expand_into(expanded)
         return expanded
 
 

@@ -17,14 +17,13 @@ from foredraft.decode.drafter import DraftPass
 from foredraft.model.attention import ForwardContext, PassShape, at_columns, build_context, rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Layer
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Runner
 from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.native import NativeBackend, PairDraft, fits, pack_native, unserved_because
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import ModelSpec, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
 from foredraft.model.decoder import Decoder
-from foredraft.model.hub import weights_to_come
+from foredraft.model.source import weights_to_come
 from foredraft.model.spec import CONFIG, ModelSpec
 
 REMEDY = "take both maps from one head"

@@ -120,7 +120,7 @@ def head_config(
     """Return the config.json of a head in its record's format; arguments as `specforge_config`."""
     if record.format != SPECULATORS:
         return specforge_config(body, record, target.spec.eos_token_ids, dtype)
-    architectures = read_json(target.folder / CONFIG).get("architectures") or [target.spec.architecture]
+    architectures = target.source.config.get("architectures") or [target.spec.architecture]
     return speculators_config(body, record, str(target.source), architectures, dtype)
 
 
@@ -215,9 +215,9 @@ def _body(folder: Path, record: HeadRecord) -> dict[str, Any]:
 def _rows_of(target: Checkpoint) -> Tensor:
     """Return the weight of the target's head, as it is stored."""
     name = f"{TARGETS_EMBEDDING}.weight" if target.spec.tied else HEAD
-    found = read_tensors(target.folder, name.__eq__)
+    found = read_tensors(target.source, name.__eq__)
     if name not in found:
-        raise CheckpointError(f"{target.folder} has no {name} that a head could take over")
+        raise CheckpointError(f"{target.source} has no {name} that a head could take over")
     return found[name]
 
 

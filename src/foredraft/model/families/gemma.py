@@ -7,35 +7,41 @@ their kind before them, and every layer takes an embedding of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.shared import (
+    ATTENTION_BIAS,
     FULL,
+    GGUF,
+    NORMED_TWICE,
     SLIDING,
-    equal_windows,
+    WITH_BIASES,
+    Family,
+    Heads,
     head_sizes,
-    read_activation,
-    read_biases,
     read_windows,
+    reader,
 )
-from foredraft.model.rope_config import read_full_ropes, read_rope, read_ropes
+from foredraft.model.rope import read_full_ropes, read_ropes
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
 
 
 def gemma(read: ConfigReader) -> dict[str, Any]:
-    heads, head_dim = read.count("num_attention_heads"), read.count("head_dim", 256)
     if read.take("hidden_act") == "gelu":  # in this family it stands for the approximation by tanh
         read.config = {**read.config, "hidden_act": "gelu_pytorch_tanh"}
-    return head_sizes(read, read.count("num_key_value_heads", 16, if_null=heads), head_dim) | {
-        "rope": read_rope(read),
-        "windows": equal_windows(read, None),
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
+    return OF_GEMMA(read) | {"embedding_scale": read.count("hidden_size") ** 0.5}
+
+
+def gemma_common(read: ConfigReader) -> dict[str, Any]:
+    return {
+        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_offset": True,
     }
 
 
@@ -44,7 +50,6 @@ def gemma2(read: ConfigReader) -> dict[str, Any]:
     if read.take("sliding_window_size") not in (None, window):  # the name that exllamav2 reads, too
         raise read.error("sliding_window_size", f"it must equal sliding_window, {window}")
     return gemma_common(read) | {
-        "rope": read_rope(read),
         "windows": read_windows(read, {SLIDING: window, FULL: None}, [SLIDING, FULL]),
         "attention_softcap": read.optional_number("attn_logit_softcapping", 50.0),
         "logit_softcap": read.optional_number("final_logit_softcapping", 30.0),
@@ -58,19 +63,6 @@ def gemma3(read: ConfigReader) -> dict[str, Any]:
         "window_rope": window_rope,
         "windows": gemma3_windows(read),
         "logit_softcap": read.optional_number("final_logit_softcapping"),
-        "head_norms": True,
-    }
-
-
-def gemma_common(read: ConfigReader) -> dict[str, Any]:
-    return head_sizes(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
-        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
-        "activation": read_activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
-        "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_offset": True,
-        "post_norms": True,
     }
 
 
@@ -85,7 +77,8 @@ def gemma3_windows(read: ConfigReader) -> tuple[int | None, ...]:
     return read_windows(read, {SLIDING: read.count("sliding_window", 4096), FULL: None}, kinds)
 
 
-HEADS = ("num_key_value_heads", "head_dim")  # what layers may have of their own
+OWN = ("num_key_value_heads", "head_dim")  # what layers may have of their own
+HEADS = Heads(4, null_kv=False, dim=256, null_dim=False)
 PATTERN = [*[SLIDING] * 5, FULL]
 
 
@@ -114,7 +107,8 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
     listed = read_windows(read, {SLIDING: window, FULL: None}, PATTERN)
     windows = (*listed[:-1], None)  # the last layer has full attention, whatever layer_types says
     joined = read.flag("attention_k_eq_v")
-    kv_heads, head_dim = read.count("num_key_value_heads", 4), read.count("head_dim", 256)
+    usual = HEADS.read(read)
+    kv_heads, head_dim = usual["kv_heads"], usual["head_dim"]
     full_kv_heads, full_head_dim = _full_heads(read, windows, (kv_heads, head_dim), joined=joined)
     rope, window_rope = read_full_ropes(read)
     if rope == window_rope and full_head_dim != head_dim:
@@ -122,7 +116,7 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
     head_sizes(read, full_kv_heads, full_head_dim)  # checks them
     sources = _sources(read, windows)
     wide = read.flag("use_double_wide_mlp")
-    return head_sizes(read, kv_heads, head_dim) | {
+    return {
         "full_kv_heads": full_kv_heads,
         "full_head_dim": full_head_dim,
         "windows": windows,
@@ -132,16 +126,8 @@ def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
         "window_rope": window_rope,
         "attention_scale": 1.0,
         "logit_softcap": read.optional_number("final_logit_softcapping"),
-        "activation": read_activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
         "embedding_scale": read.count("hidden_size") ** 0.5,
-        "norm_float32": True,
-        "post_norms": True,
-        "head_norms": True,
-        "value_norms": True,
         "keys_are_values": joined,
-        "layer_scalars": True,
     }
 
 
@@ -157,7 +143,7 @@ def _full_heads(
     for key, value in (("num_global_key_value_heads", kv_heads), ("global_head_dim", head_dim)):
         if value is not None:
             read.ignored[key] = value
-    heads = _by_layer(read, by_layer, len(windows), usual)
+    heads = _own_heads(read, by_layer, len(windows), usual)
     full = {own for own, window in zip(heads, windows, strict=True) if window is None}
     windowed = {own for own, window in zip(heads, windows, strict=True) if window is not None}
     if len(full) > 1 or windowed - {usual}:
@@ -166,17 +152,17 @@ def _full_heads(
     return full.pop()
 
 
-def _by_layer(read: ConfigReader, given: Any, layers: int, usual: tuple[int, int]) -> list[tuple[int, int]]:
+def _own_heads(read: ConfigReader, given: Any, layers: int, usual: tuple[int, int]) -> list[tuple[int, int]]:
     heads = [usual] * layers
     for key, values in given.items() if isinstance(given, dict) else [("", None)]:
         named = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 6
         index = int(key) if named else layers
-        if index >= layers or not isinstance(values, dict) or not {*values} <= {*HEADS}:
+        if index >= layers or not isinstance(values, dict) or not {*values} <= {*OWN}:
             problem = f"config.json: per_layer_config {shortened({key: values})} is not supported"
-            remedy = f"it may give {' and '.join(HEADS)} of each of the {layers} layers"
+            remedy = f"it may give {' and '.join(OWN)} of each of the {layers} layers"
             raise CheckpointError(problem, remedy=remedy)
         own = ConfigReader(values, f"{read.where}, per_layer_config, {key}")
-        heads[index] = own.count(HEADS[0], usual[0]), own.count(HEADS[1], usual[1])
+        heads[index] = own.count(OWN[0], usual[0]), own.count(OWN[1], usual[1])
     return heads
 
 
@@ -192,3 +178,159 @@ def _sources(read: ConfigReader, windows: tuple[int | None, ...]) -> tuple[int, 
         remedy = "a layer of each kind before the last ones must have keys of its own"
         raise read.error("num_kv_shared_layers", remedy)
     return (*range(first), *(last[window] for window in windows[first:]))
+
+
+# in GGUF files; heads of layers with full attention stand under the usual keys
+
+
+# Layers of the Gemma models with 27 billion weights, whose attention scale differs; no file says it.
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def gemma2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return _windowed_in_gguf(read, config, pattern=2) | {
+        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    read.number("rope.freq_base")  # the layers with full attention have another base than the usual one
+    windowed = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10_000.0)}
+    return _windowed_in_gguf(read, config, pattern=6) | {
+        "rope_parameters": {FULL: config["rope_parameters"], SLIDING: windowed},
+        "final_logit_softcapping": read.optional_number("final_logit_softcapping", zero_is_null=True),
+    }
+
+
+def _windowed_in_gguf(read: MetadataReader, config: dict[str, Any], pattern: int) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == LAYERS_OF_27B[read.architecture]
+    scalar = config["hidden_size"] / config["num_attention_heads"] if large else config["head_dim"]
+    if read.has("attention.scale"):
+        scalar = read.exact(read.number("attention.scale") ** -2)
+    return {"query_pre_attn_scalar": scalar, **read.windows(config, pattern)}
+
+
+BY_LAYER = ("attention.head_count_kv", "feed_forward_length")  # keys that may hold a list, a number a layer
+STILL = 1e30  # what frequencies that do not turn are divided by
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+
+def gemma4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    layers, full_dim = config["num_hidden_layers"], config["head_dim"]
+    windowed = read.take(WINDOW_PATTERN)
+    if not isinstance(windowed, list) or len(windowed) != layers or windowed[-1]:
+        raise read.error(WINDOW_PATTERN, f"it must be a list of {layers} flags, of which the last is false")
+    heads, inner = (_by_layer(read, key, layers) for key in BY_LAYER)
+    dim = read.count("attention.key_length_swa", full_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if read.count(key, dim) != dim:
+            raise read.error(key, f"only the size of a windowed layer's key head, {dim}, is supported")
+    shared = read.count("attention.shared_kv_layers", 0, allow_zero=True)
+    first, wide = layers - shared, inner[-1] != inner[0]
+    if wide and inner != [*[inner[0]] * first, *[2 * inner[0]] * shared]:
+        raise read.error("feed_forward_length", "layers that share keys may have twice the usual size")
+    size = read.count("embedding_length_per_layer_input", 0, allow_zero=True)
+    read.take("expert_feed_forward_length")  # says nothing where there are no experts
+    full = [layer for layer in range(layers) if not windowed[layer]]
+    usual = next((heads[layer] for layer in range(layers) if windowed[layer]), heads[-1])
+    if any(heads[layer] != usual for layer in range(layers) if windowed[layer]):
+        raise read.error(BY_LAYER[0], "all windowed layers must have equal heads")
+    table = read.file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "attention_k_eq_v": _joined(read, [layer for layer in full if layer < first]),
+        "final_logit_softcapping": read.optional_number("final_logit_softcapping", zero_is_null=True),
+        "head_dim": dim,
+        "num_key_value_heads": usual,
+        "per_layer_config": {
+            str(layer): {"num_key_value_heads": heads[layer], "head_dim": full_dim} for layer in full
+        },
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": wide,
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
+        "sliding_window": read.count("attention.sliding_window"),
+        "layer_types": [SLIDING if each else FULL for each in windowed],
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": read.number("rope.freq_base"),
+                "partial_rotary_factor": _turning(read, full_dim),
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa")},
+        },
+    }
+
+
+def _by_layer(read: MetadataReader, key: str, layers: int) -> list[int]:
+    given = read.take(key)
+    if not isinstance(given, list):
+        return [read.count(key)] * layers
+    if len(given) != layers or not all(isinstance(each, int) and each > 0 for each in given):
+        raise read.error(key, f"it must be {layers} whole numbers above 0")
+    return given
+
+
+def _joined(read: MetadataReader, full: list[int]) -> bool:
+    """Return whether layers with full attention have no projection of values, so that these are the keys."""
+    lacking = {not read.has_tensor(f"blk.{layer}.attn_v.weight") for layer in full}
+    if len(lacking) > 1:
+        problem = "has projections of values in some layers with full attention alone"
+        raise read.file.error(problem, "convert the model again")
+    return lacking == {True}
+
+
+def _turning(read: MetadataReader, head_dim: int) -> float:
+    """Return the share of the frequencies that turn, which come first."""
+    given = torch.tensor(read.factors(read.ROPE_FACTORS, head_dim // 2))
+    count = int((given == 1.0).sum())
+    if not torch.equal(given, torch.where(torch.arange(len(given)) < count, 1.0, STILL).float()) or not count:
+        problem = f"has other numbers in {read.ROPE_FACTORS} than 1 and {STILL:g}"
+        raise read.file.error(problem, "give the model's checkpoint folder")
+    return count / len(given)
+
+
+READ: dict[str, Any] = {"windows": None, "flags": WITH_BIASES | {"tied": True}}
+OF_GEMMA = reader(
+    heads=Heads(16, dim=256, null_dim=False), activation=("hidden_act", "gelu_pytorch_tanh"),
+    flags=READ["flags"], norm_offset=True,
+)  # fmt: skip
+READ |= {"heads": HEADS, "activation": ("hidden_activation", "gelu_pytorch_tanh"), "post_norms": True}
+READ_4: dict[str, Any] = READ | {
+    "rope": None, "norm_float32": True, "head_norms": True, "value_norms": True, "layer_scalars": True
+}  # fmt: skip
+COMMON: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "biases": ATTENTION_BIAS}
+LATER: dict[str, Any] = COMMON | {"activation_key": "hidden_activation", "parts": NORMED_TWICE}
+OF_GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+FAMILIES: dict[str, Family] = {
+    "GemmaForCausalLM": Family(
+        "gemma", gemma, eos=1, bos=2, positions=8192, gguf=(GGUF("gemma", adds_one=True, **COMMON),)
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", reader(gemma2, norm_offset=True, **READ), eos=1, bos=2, positions=8192,
+        gguf=(GGUF("gemma2", gemma2_in_gguf, adds_one=True, **LATER),),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", reader(gemma3, rope=None, norm_offset=True, head_norms=True, **READ),
+        eos=1, bos=2, positions=131_072,
+        gguf=(GGUF("gemma3", gemma3_in_gguf, adds_one=True, **LATER),),
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text", reader(gemma4, **READ_4), eos=1, bos=2, positions=131_072,
+        gguf=(
+            GGUF(
+                "gemma4", gemma4_in_gguf, rope="own", by_layer=BY_LAYER,
+                **(LATER | {"parts": NORMED_TWICE | OF_GEMMA4}),
+            ),
+        ),
+    ),
+    "Gemma4UnifiedForCausalLM": Family(
+        "gemma4_unified_text", reader(gemma4_unified, **READ_4), eos=1, bos=2, positions=262_144
+    ),
+}  # fmt: skip

@@ -6,62 +6,123 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foredraft.model.config import ConfigReader
+from foredraft.model.config import SHARED_KEYS, ConfigReader
 from foredraft.model.families.shared import (
+    ATTENTION_BIAS,
+    BIASES,
+    FLAGS,
     FULL,
+    FUSED_QKV,
+    GGUF,
+    LAYER,
+    NORMED_AFTER,
+    NORMED_TWICE,
     SLIDING,
-    divided_head_dim,
+    WITH_BIASES,
+    Family,
+    Heads,
     equal_windows,
     full_layers,
-    head_sizes,
-    read_activation,
-    read_biases,
-    read_head_dim,
-    read_kv_heads,
+    longest,
     read_window,
     read_windows,
+    reader,
+    window_of_all,
 )
-from foredraft.model.rope import Rope
-from foredraft.model.rope_config import ROPE_KEYS, read_growing_rope, read_rope, read_ropes
-from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, TensorLayout
+from foredraft.model.rope import ROPE_KEYS, read_growing_rope, read_rope, read_ropes
+from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, Naming
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
+
+ORIGINAL, ORIGINAL_KEY = "original_max_position_embeddings", "rope.scaling.original_context_length"
 
 
-def llama(read: ConfigReader) -> dict[str, Any]:
-    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
-        "windows": equal_windows(read, None),
-        **read_biases(read),
-        "mlp_bias": read.flag("mlp_bias", if_null=False),
-        "longest": longest(read),
+def mistral_windows(read: ConfigReader) -> tuple[int | None, ...]:
+    window = read_window(read)
+    kind = FULL if window is None else SLIDING
+    return read_windows(read, {FULL: None, kind: window}, [kind])
+
+
+def with_longest(read: ConfigReader) -> dict[str, Any]:
+    return {"longest": longest(read)}
+
+
+def ministral3(read: ConfigReader) -> dict[str, Any]:
+    if all(read.take(key) is None for key in ROPE_KEYS):
+        read.config = {**read.config, ROPE_KEYS[0]: ROPE}
+    rope, query_rope = read_growing_rope(read)
+    return {"rope": rope, "query_rope": query_rope}
+
+
+def granite(read: ConfigReader) -> dict[str, Any]:
+    factors = {
+        "embedding_scale": read.number("embedding_multiplier", 1.0),
+        "residual_scale": read.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / read.number("logits_scaling", 1.0),  # logits are divided by it
+    }
+    scales = {name: None if factor == 1 else factor for name, factor in factors.items()}
+    return {"attention_scale": read.number("attention_multiplier", 1.0), **scales}
+
+
+def seed_oss(read: ConfigReader) -> dict[str, Any]:
+    return {
+        "qkv_bias": read.flag("attention_bias", default=True),
+        "output_bias": read.flag("attention_out_bias", if_null=False),
     }
 
 
-def longest(read: ConfigReader) -> int | None:
-    """Return the length up to which `sliding_window` changes nothing; None is any length.
-
-    A Llama of transformers attends to the whole prompt, but while it decodes its cache keeps one window. Past
-    that length its text depends on how the prompt was passed, so there is nothing to be equal to.
-    """
-    window = read_window(read, None)
-    return window if read.take("layer_types") is None else None
+def smollm3(read: ConfigReader) -> dict[str, Any]:
+    unrotated, window, layers = read_unrotated(read), read_window(read, None), read.count("num_hidden_layers")
+    used = read.flag("use_sliding_window") and window is not None
+    kinds = [SLIDING if used and layer in unrotated else FULL for layer in range(layers)]
+    known: dict[str, int | None] = {FULL: None} if window is None else {FULL: None, SLIDING: window}
+    return {"unrotated": unrotated, "windows": read_windows(read, known, kinds)}
 
 
-def mistral(read: ConfigReader) -> dict[str, Any]:
-    heads, window = read.count("num_attention_heads"), read_window(read)
-    kind = FULL if window is None else SLIDING
-    windows = read_windows(read, {FULL: None, kind: window}, [kind])
-    kv_heads = read.count("num_key_value_heads", 8, if_null=heads)
-    return llama_like(read, kv_heads, read_head_dim(read)) | {"windows": windows}
+def internlm2(read: ConfigReader) -> dict[str, Any]:
+    bias, code = read.flag("bias", default=True), read.take("auto_map")
+    named = code.get("AutoModelForCausalLM", CODE) if isinstance(code, dict) else code
+    if named is not None and str(named).rpartition("--")[2] != CODE:
+        raise read.error("auto_map", f"only the code {CODE} is known")
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
-def llama_like(read: ConfigReader, kv_heads: int, head_dim: int, rope: Rope | None = None) -> dict[str, Any]:
-    """Return the fields that the families after Llama share; `rope` is one that is read already."""
-    return head_sizes(read, kv_heads, head_dim) | {
-        "rope": read_rope(read) if rope is None else rope,
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="silu"),
-        "tied": read.flag("tie_word_embeddings", default=False),
+def olmo3(read: ConfigReader) -> dict[str, Any]:
+    window = read.count("sliding_window", 4096)
+    theta = 500_000.0  # the default rotary base of all layers
+    rope, window_rope = read_ropes(read, theta, theta, window_key=None)
+    kinds = [*[SLIDING] * 3, FULL]
+    windows = read_windows(read, {SLIDING: window, FULL: None}, kinds)
+    return {"rope": rope, "window_rope": window_rope, "windows": windows}
+
+
+def exaone4(read: ConfigReader) -> dict[str, Any]:
+    window = read_window(read)
+    # beside a list of the layers, the pattern says nothing, and may be a text as in "LLLG"
+    pattern = read.take("sliding_window_pattern", 4)
+    if window is None:
+        return {"windows": equal_windows(read, None)}
+    if read.take("layer_types") is None:
+        pattern = read.count("sliding_window_pattern", 4)
+    kinds = [*[SLIDING] * (pattern - 1), FULL] if isinstance(pattern, int) else [FULL]
+    windows = read_windows(read, {SLIDING: window, FULL: None}, kinds)
+    return {"windows": windows, "unrotated": full_layers(windows)}
+
+
+def glm4(read: ConfigReader) -> dict[str, Any]:
+    return {"qkv_bias": read.flag("attention_bias", default=True, if_null=False), "longest": longest(read)}
+
+
+def cohere2(read: ConfigReader) -> dict[str, Any]:
+    window, pattern = read.count("sliding_window", 4096), read.count("sliding_window_pattern", 4)
+    windows = read_windows(read, {SLIDING: window, FULL: None}, [*[SLIDING] * (pattern - 1), FULL])
+    return {
+        "windows": windows,
+        "unrotated": full_layers(windows),
+        "logit_scale": read.number("logit_scale", 0.0625),
     }
 
 
@@ -78,34 +139,6 @@ ROPE = {  # the rotary parameters of a checkpoint that has none
 }
 
 
-def ministral3(read: ConfigReader) -> dict[str, Any]:
-    if all(read.take(key) is None for key in ROPE_KEYS):
-        read.config = {**read.config, ROPE_KEYS[0]: ROPE}
-    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-    kv_heads = read.count("num_key_value_heads", 8, if_null=heads)
-    rope, query_rope = read_growing_rope(read)
-    head_dim = read.count("head_dim", 128, if_null=max(1, hidden // heads))
-    return llama_like(read, kv_heads, head_dim, rope) | {
-        "query_rope": query_rope,
-        "windows": equal_windows(read, read_window(read, None)),
-        "norm_eps": read.number("rms_norm_eps", 1e-5),
-    }
-
-
-def qwen2(read: ConfigReader) -> dict[str, Any]:
-    kv_heads = read.count("num_key_value_heads", 32, if_null=read.count("num_attention_heads"))
-    return llama_like(read, kv_heads, read_head_dim(read)) | {"windows": qwen_windows(read), "qkv_bias": True}
-
-
-def qwen3(read: ConfigReader) -> dict[str, Any]:
-    kv_heads = read.count("num_key_value_heads", 32, if_null=read.count("num_attention_heads"))
-    return llama_like(read, kv_heads, read.count("head_dim", 128)) | {
-        "windows": qwen_windows(read),
-        **read_biases(read),
-        "head_norms": True,
-    }
-
-
 def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
     """Return Qwen's windows: enabled by `use_sliding_window`, from layer `max_window_layers` on."""
     window, first = read_window(read), read.count("max_window_layers", 28, allow_zero=True)
@@ -118,62 +151,6 @@ def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
 
 # the scaling types of the family; the two older names stand for longrope
 KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-
-
-def phi3(read: ConfigReader) -> dict[str, Any]:
-    head_dim = read_head_dim(read)
-    rope = read_rope(read, head_dim=head_dim, original=4096, kinds=KINDS)
-    return llama_like(read, read_kv_heads(read), head_dim, rope) | {
-        "windows": equal_windows(read, read_window(read, None)),
-        "norm_eps": read.number("rms_norm_eps", 1e-5),
-        "fused_qkv": True,
-        "fused_gate_up": True,
-    }
-
-
-def granite(read: ConfigReader) -> dict[str, Any]:
-    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
-        "windows": equal_windows(read, None),
-        **read_biases(read),
-        "mlp_bias": read.flag("mlp_bias", if_null=False),
-        "attention_scale": read.number("attention_multiplier", 1.0),
-        "embedding_scale": _unless_one(read.number("embedding_multiplier", 1.0)),
-        "residual_scale": _unless_one(read.number("residual_multiplier", 1.0)),
-        "logit_scale": _unless_one(1 / read.number("logits_scaling", 1.0)),  # logits are divided by it
-    }
-
-
-def _unless_one(factor: float) -> float | None:
-    return None if factor == 1 else factor
-
-
-def seed_oss(read: ConfigReader) -> dict[str, Any]:
-    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-    head_dim = read.count("head_dim", 128, if_null=max(1, hidden // heads))
-    return llama_like(read, read.count("num_key_value_heads", 8, if_null=heads), head_dim) | {
-        "windows": equal_windows(read, None),
-        "qkv_bias": read.flag("attention_bias", default=True),
-        "output_bias": read.flag("attention_out_bias", if_null=False),
-        "mlp_bias": read.flag("mlp_bias", if_null=False),
-    }
-
-
-THETA = 2_000_000.0  # the rotary base of a checkpoint that names none
-
-
-def smollm3(read: ConfigReader) -> dict[str, Any]:
-    kv_heads = read.count("num_key_value_heads", 4, if_null=read.count("num_attention_heads"))
-    unrotated, window, layers = read_unrotated(read), read_window(read, None), read.count("num_hidden_layers")
-    used = read.flag("use_sliding_window") and window is not None
-    kinds = [SLIDING if used and layer in unrotated else FULL for layer in range(layers)]
-    known: dict[str, int | None] = {FULL: None} if window is None else {FULL: None, SLIDING: window}
-    return llama_like(read, kv_heads, read_head_dim(read), read_rope(read, THETA)) | {
-        "unrotated": unrotated,
-        "windows": read_windows(read, known, kinds),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        **read_biases(read),
-        "mlp_bias": read.flag("mlp_bias", if_null=False),
-    }
 
 
 def read_unrotated(read: ConfigReader) -> tuple[int, ...]:
@@ -190,7 +167,7 @@ def read_unrotated(read: ConfigReader) -> tuple[int, ...]:
 # the keys that its modelling code reads, besides those that all families share
 KEYS = frozenset({"bias", "hidden_act", "pretraining_tp"})
 CODE = "modeling_internlm2.InternLM2ForCausalLM"  # the modelling code that this family stands for
-INTERNLM2 = TensorLayout(
+INTERNLM2 = Naming(
     outer={"tok_embeddings": EMBEDDING, "norm": LAST_NORM},
     inner={
         "attention_norm": "input_layernorm",
@@ -205,81 +182,7 @@ INTERNLM2 = TensorLayout(
 )
 
 
-def internlm2(read: ConfigReader) -> dict[str, Any]:
-    bias = read.flag("bias", default=True)
-    _check_code(read)
-    return llama_like(read, read_kv_heads(read), read_head_dim(read)) | {
-        "windows": equal_windows(read, None),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "fused_qkv": True,
-        "grouped_qkv": True,
-        "naming": INTERNLM2,
-    }
-
-
-def _check_code(read: ConfigReader) -> None:
-    code = read.take("auto_map")
-    named = code.get("AutoModelForCausalLM", CODE) if isinstance(code, dict) else code
-    if named is not None and str(named).rpartition("--")[2] != CODE:
-        raise read.error("auto_map", f"only the code {CODE} is known")
-
-
-OLMO3_THETA = 500_000.0  # the default rotary base of all layers
-
-
-def olmo2(read: ConfigReader) -> dict[str, Any]:
-    own = {"rope": read_rope(read), "windows": equal_windows(read, None), "longest": longest(read)}
-    return olmo(read) | own
-
-
-def olmo3(read: ConfigReader) -> dict[str, Any]:
-    window = read.count("sliding_window", 4096)
-    rope, window_rope = read_ropes(read, OLMO3_THETA, OLMO3_THETA, window_key=None)
-    return olmo(read) | {
-        "rope": rope,
-        "window_rope": window_rope,
-        "windows": read_windows(read, {SLIDING: window, FULL: None}, [*[SLIDING] * 3, FULL]),
-    }
-
-
-def olmo(read: ConfigReader) -> dict[str, Any]:
-    head_dim = read_head_dim(read)
-    return head_sizes(read, read_kv_heads(read), head_dim) | {
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="silu"),
-        "tied": read.flag("tie_word_embeddings", default=False),
-        "norm_eps": read.number("rms_norm_eps", 1e-5),
-        "norm_float32": True,
-        **read_biases(read),
-        "pre_norms": False,
-        "post_norms": True,
-        "projection_norms": True,
-    }
-
-
-def exaone4(read: ConfigReader) -> dict[str, Any]:
-    window = read_window(read)
-    # beside a list of the layers, the pattern says nothing, and may be a text as in "LLLG"
-    pattern = read.take("sliding_window_pattern", 4)
-    if window is None:
-        windows = equal_windows(read, None)
-    else:
-        if read.take("layer_types") is None:
-            pattern = read.count("sliding_window_pattern", 4)
-        kinds = [*[SLIDING] * (pattern - 1), FULL] if isinstance(pattern, int) else [FULL]
-        windows = read_windows(read, {SLIDING: window, FULL: None}, kinds)
-    return llama_like(read, read.count("num_key_value_heads", 32), read_head_dim(read)) | {
-        "norm_eps": read.number("rms_norm_eps", 1e-5),
-        "windows": windows,
-        "unrotated": () if window is None else full_layers(windows),
-        "pre_norms": False,
-        "post_norms": True,
-        "head_norms": True,
-    }
-
-
-GLM4 = TensorLayout(
+GLM4 = Naming(
     inner={
         **LLAMA_INNER,
         "post_self_attn_layernorm": "post_attention_layernorm",
@@ -291,40 +194,185 @@ GLM4 = TensorLayout(
 ENDS = [151329, 151336, 151338]  # the default end-of-text ids
 
 
-def glm4(read: ConfigReader) -> dict[str, Any]:
-    head_dim = read.count("head_dim", 128)
-    return head_sizes(read, read.count("num_key_value_heads", 2), head_dim) | {
-        "rope": read_rope(read, head_dim=head_dim, share=0.5),
-        "interleaved": True,
-        "naming": GLM4,
-        "windows": equal_windows(read, None),
-        "longest": longest(read),
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="silu"),
-        "tied": read.flag("tie_word_embeddings", default=False),
-        "norm_eps": read.number("rms_norm_eps", 1.5625e-7),
-        "qkv_bias": read.flag("attention_bias", default=True, if_null=False),
-        "fused_gate_up": True,
-        "post_norms": True,
+# what GGUF files say in keys of their own; without one, the value is llama.cpp's
+
+
+def granite_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": read.number("embedding_scale", 1.0),
+        "residual_multiplier": read.number("residual_scale", 1.0),
+        "logits_scaling": read.number("logit_scale"),
     }
 
 
-def cohere2(read: ConfigReader) -> dict[str, Any]:
-    head_dim = divided_head_dim(read)
-    window, pattern = read.count("sliding_window", 4096), read.count("sliding_window_pattern", 4)
-    windows = read_windows(read, {SLIDING: window, FULL: None}, [*[SLIDING] * (pattern - 1), FULL])
-    return head_sizes(read, read_kv_heads(read), head_dim) | {
-        "rope": read_rope(read),
-        "interleaved": True,
-        "windows": windows,
-        "unrotated": full_layers(windows),
-        "attention_scale": head_dim**-0.5,
-        "activation": read_activation(read, "hidden_act", default="silu"),
-        "tied": read.flag("tie_word_embeddings", default=True),
-        "logit_scale": read.number("logit_scale", 0.0625),
-        "norm_eps": read.number("layer_norm_eps", 1e-5),
-        "layer_norms": True,
-        **read_biases(read),
-        "parallel_residual": True,
-        "shared_norm": True,
+def ministral3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a Mistral, or of a Ministral 3, whose queries grow; a growth of 0 is none."""
+    rope = config["rope_parameters"]
+    rope.setdefault(ORIGINAL, read.count(ORIGINAL_KEY, config["max_position_embeddings"]))
+    growth = read.optional_number("attention.temperature_scale", zero_is_null=True)
+    if read.take("attention.temperature_length", rope[ORIGINAL]) != rope[ORIGINAL]:
+        raise read.error("attention.temperature_length", f"{ORIGINAL_KEY} is {rope[ORIGINAL]}")
+    log = read.optional_number("rope.scaling.yarn_log_multiplier", zero_is_null=True)
+    scales = {} if log is None or rope["rope_type"] != "yarn" else {"mscale": 1.0, "mscale_all_dim": log}
+    return {"rope_parameters": {**rope, **scales, "llama_4_scaling_beta": growth or 0.0}}
+
+
+def phi3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    head_dim, rope = config["head_dim"], config["rope_parameters"]
+    rotated = read.count("rope.dimension_count", head_dim)
+    share = rotated / head_dim
+    if int(head_dim * share) != rotated:  # the quotient was rounded down
+        share = (rotated + 0.5) / head_dim
+    window = None if read.take("attention.sliding_window", 0) == 0 else read.count("attention.sliding_window")
+    found = {"sliding_window": window, "rope_parameters": rope | {"partial_rotary_factor": share}}
+    if not any(map(read.has_tensor, read.LONG_ROPE)):
+        return found
+    short, long = (read.factors(name, rotated // 2) for name in read.LONG_ROPE)
+    found["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": share,
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": read.number("rope.scaling.attn_factor", 1.0),
     }
+    return found | {ORIGINAL: read.count(ORIGINAL_KEY)}
+
+
+def olmo2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of OLMo 2, or of OLMo 3, which has windows."""
+    if not read.has("attention.sliding_window"):
+        return {}
+    # llama.cpp scales the rotation of layers with full attention only
+    windowed = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    ropes = {FULL: config["rope_parameters"], SLIDING: windowed}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    return read.windows(config) | olmo3 | {"rope_parameters": ropes}
+
+
+def exaone4_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    if read.has("attention.sliding_window"):
+        return read.windows(config)
+    return {"sliding_window": None, "layer_types": [FULL] * config["num_hidden_layers"]}
+
+
+def cohere2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {
+        "logit_scale": read.number("logit_scale"),
+        "sliding_window": read.count("attention.sliding_window"),
+        # llama.cpp gives every fourth layer full attention, whatever the model
+        "layer_types": [SLIDING if layer % 4 else FULL for layer in layers],
+    }
+
+
+FUSED_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
+SEED_OSS = {part: name for part, name in LAYER.items() if part != "ffn_norm"}
+SEED_OSS["post_attention_norm"] = LAYER["ffn_norm"]
+RMS_EPS = ("rms_norm_eps", 1e-5)
+BOTH_BIASES = WITH_BIASES | {"mlp_bias": False}
+OLMO: dict[str, Any] = {
+    "flags": WITH_BIASES, "norm_eps": RMS_EPS, "norm_float32": True, "pre_norms": False, "post_norms": True,
+    "projection_norms": True,
+}  # fmt: skip
+MISTRAL = reader(heads=Heads(8), windows=mistral_windows)
+FAMILIES: dict[str, Family] = {
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        reader(
+            cohere2, heads=Heads(divided=True), windows=None, flags=WITH_BIASES | {"tied": True},
+            norm_eps=("layer_norm_eps", 1e-5), layer_norms=True, interleaved=True, parallel_residual=True,
+            shared_norm=True,
+        ),
+        eos=255001, bos=5, positions=8192,
+        gguf=(GGUF("cohere2", cohere2_in_gguf, biases=ATTENTION_BIAS, norm_key="layer_norm_eps"),),
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        reader(
+            exaone4, heads=Heads(32, null_kv=False), windows=None, norm_eps=RMS_EPS, pre_norms=False,
+            post_norms=True, head_norms=True,
+        ),
+        eos=2, bos=0, positions=2048,
+        gguf=(GGUF("exaone4", exaone4_in_gguf, parts=NORMED_AFTER),),
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        reader(
+            glm4, heads=Heads(2, null_kv=False, dim=128, null_dim=False),
+            norm_eps=("rms_norm_eps", 1.5625e-7),
+            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5), interleaved=True,
+            naming=GLM4, fused_gate_up=True, post_norms=True,
+        ),
+        eos=ENDS, bos=None, positions=131_072,
+        gguf=(GGUF("glm4", biases=ATTENTION_BIAS, rope="part", parts=NORMED_TWICE | FUSED_GATE_UP),),
+    ),
+    "GraniteForCausalLM": Family(
+        "granite", reader(granite, flags=BOTH_BIASES), eos=2, bos=1, positions=2048,
+        gguf=(GGUF("granite", granite_in_gguf, biases=BIASES, reordered=True),),
+    ),
+    "InternLM2ForCausalLM": Family(
+        "internlm2", reader(internlm2, fused_qkv=True, grouped_qkv=True, naming=INTERNLM2),
+        eos=2, bos=1, positions=2048, keys=SHARED_KEYS | KEYS
+    ),
+    "LlamaForCausalLM": Family(
+        "llama", reader(with_longest, flags=BOTH_BIASES), eos=2, bos=1, positions=2048,
+        gguf=tuple(  # llama.cpp's converter makes a Llama of an InternLM 2
+            GGUF(name, biases=BIASES, windows=False, reordered=True) for name in ("llama", "internlm2")
+        ),
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        reader(
+            ministral3, heads=Heads(8, dim=128), rope=None, windows=window_of_all, norm_eps=RMS_EPS
+        ),
+        eos=2, bos=1, positions=262_144,
+        gguf=(GGUF("mistral3", ministral3_in_gguf, reordered=True),),
+    ),
+    "MinistralForCausalLM": Family("ministral", MISTRAL, eos=2, bos=1, positions=131_072),
+    "MistralForCausalLM": Family("mistral", MISTRAL, eos=2, bos=1, positions=131_072),
+    "Olmo2ForCausalLM": Family(
+        "olmo2", reader(with_longest, **OLMO), eos=50279, bos=None, positions=2048,
+        gguf=(GGUF("olmo2", olmo2_in_gguf, biases=ATTENTION_BIAS, parts=NORMED_AFTER),),
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", reader(olmo3, rope=None, windows=None, **OLMO), eos=50279, bos=None, positions=2048
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        reader(
+            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, original=4096, kinds=KINDS),
+            windows=window_of_all, norm_eps=RMS_EPS, fused_qkv=True, fused_gate_up=True,
+        ),
+        eos=32_000, bos=1, positions=4096,
+        gguf=(GGUF("phi3", phi3_in_gguf, rope="part", parts=FUSED_QKV | FUSED_GATE_UP),),
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", reader(heads=Heads(32), windows=qwen_windows, qkv_bias=True),
+        eos=None, bos=None, positions=32_768, gguf=(GGUF("qwen2", windows=False),),
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        reader(
+            heads=Heads(32, dim=128, null_dim=False), windows=qwen_windows, flags=WITH_BIASES, head_norms=True
+        ),
+        eos=None, bos=None, positions=32_768,
+        gguf=(GGUF("qwen3", biases=ATTENTION_BIAS, windows=False),),
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss", reader(seed_oss, heads=Heads(8, dim=128), flags=FLAGS | {"mlp_bias": False}),
+        eos=2, bos=0, positions=524_288,
+        gguf=(GGUF("seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, parts=SEED_OSS),),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        reader(
+            smollm3, heads=Heads(4), rope=lambda read, head_dim: read_rope(read, 2_000_000.0), windows=None,
+            flags=BOTH_BIASES | {"tied": True},
+        ),
+        eos=128_001, bos=128_000, positions=32_768,
+        # llama.cpp rotates all but every fourth layer, whatever the model
+        gguf=(GGUF("smollm3", fixed={"no_rope_layer_interval": 4}, biases=BIASES, reordered=True),),
+    ),
+}  # fmt: skip

@@ -1,13 +1,66 @@
-"""`Family`: what the reader of a config knows of one architecture; keys that several families read alike."""
+"""`Family`: what the readers of configs and of GGUF files know of an architecture; keys that many share.
+
+In a GGUF file the channels of q and k that RoPE rotates together may be neighbours (`reordered`), and the
+norms of Gemma 1 to 3 are stored as 1 + weight (`adds_one`), as its writer left them
+(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
+from foredraft.model.rope import Rope, read_rope
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.gguf_config import MetadataReader
+
+# the parts of a layer in a GGUF file -> the decoder's names
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMED_TWICE = LAYER | {  # layers whose sub-layers have norms before and after them
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+NORMED_AFTER = {part: name for part, name in NORMED_TWICE.items() if part not in ("attn_norm", "ffn_norm")}
+FUSED_QKV = LAYER | {"attn_qkv": "self_attn.qkv_proj"}
+ATTENTION_BIAS = {"attention_bias": "attn_q"}
+BIASES = ATTENTION_BIAS | {"mlp_bias": "ffn_up"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUF:
+    """How GGUF files hold a family: its `config.json`, and the names of its tensors."""
+
+    architecture: str  # as the file names it
+    # the keys of config.json that nothing below says, given those that are known; null: the family lacks it
+    keys: Callable[[MetadataReader, dict[str, Any]], dict[str, Any]] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys with one value in all files
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    biases: Mapping[str, str] = field(default_factory=dict)  # key -> part of layer 0 with a bias
+    norm_key: str = "rms_norm_eps"  # of the epsilon of norms
+    rope: Literal["whole", "part", "own"] = "whole"  # what of a head is rotated; own: `keys` reads all of it
+    windows: bool = True  # a file may have sliding windows, or another attention scale than usual
+    by_layer: tuple[str, ...] = ()  # keys of the file that may hold a list, a number a layer
+    parts: Mapping[str, str] = field(default_factory=lambda: LAYER)  # of a layer -> in the decoder
+    reordered: bool = False
+    adds_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +76,7 @@ class Family:
     # keys of a config that the architecture has other names for, too -> these
     spelled: Mapping[str, str] = field(default_factory=dict)
     inner_key: str = "intermediate_size"  # the key of the size of an MLP
+    gguf: tuple[GGUF, ...] = ()  # the architectures of GGUF files that hold it
 
     def size_key(self, key: str, config: Mapping[str, Any]) -> str:
         """Return how a config of the architecture spells the key of a size."""
@@ -44,27 +98,40 @@ ACTIVATIONS = {  # of a config -> the name that `layers.activate` knows
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_head_dim(read: ConfigReader) -> int:
-    """Return the size of a head, by default the hidden size divided by the number of heads."""
-    default = max(1, read.count("hidden_size") // read.count("num_attention_heads"))
-    return read.count("head_dim", default, if_null=default)
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a config gives the numbers and the size of heads."""
+
+    kv: int | None = None  # the key heads of one that names none; None: as many as query heads
+    null_kv: bool = True  # null stands for as many as query heads; otherwise it is refused
+    dim: int | None = None  # the size of a head of one that names none; None: the hidden size by the heads
+    null_dim: bool = True  # null stands for the hidden size by the heads; otherwise it is refused
+    divided: bool = False  # heads divide the hidden size, whatever `head_dim` says
+    equal: bool = False  # every query head has a key head of its own
+
+    def read(self, read: ConfigReader) -> dict[str, Any]:
+        hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+        share = max(1, hidden // heads)
+        if self.divided:
+            if hidden % heads:
+                raise read.error("num_attention_heads", f"it must divide hidden_size, {hidden}")
+            if read.take("head_dim") not in (None, share):
+                raise read.error("head_dim", f"only hidden_size divided by num_attention_heads, {share}")
+            head_dim = share
+        else:
+            null = share if self.null_dim else None
+            head_dim = read.count("head_dim", share if self.dim is None else self.dim, if_null=null)
+        if self.equal:
+            if read.take("num_key_value_heads") not in (None, heads):
+                raise read.error("num_key_value_heads", f"only num_attention_heads, {heads}, is supported")
+            return head_sizes(read, heads, head_dim)
+        null = heads if self.null_kv else None
+        kv_heads = read.count("num_key_value_heads", heads if self.kv is None else self.kv, if_null=null)
+        return head_sizes(read, kv_heads, head_dim)
 
 
-def divided_head_dim(read: ConfigReader) -> int:
-    """Return the size of a head in a family whose heads divide the hidden size, whatever `head_dim` says."""
-    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    if hidden % heads:
-        raise read.error("num_attention_heads", f"it must divide hidden_size, {hidden}")
-    if read.take("head_dim") not in (None, hidden // heads):
-        raise read.error("head_dim", f"only hidden_size divided by num_attention_heads, {hidden // heads}")
-    return hidden // heads
-
-
-def own_heads(read: ConfigReader) -> int:
-    heads = read.count("num_attention_heads")
-    if read.take("num_key_value_heads") not in (None, heads):
-        raise read.error("num_key_value_heads", f"only num_attention_heads, {heads}, is supported")
-    return heads
+FLAGS: dict[str, bool | None] = {"tied": False}
+WITH_BIASES = FLAGS | {"attention_bias": False}
 
 
 def head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -85,26 +152,12 @@ def head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, An
     return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def read_activation(read: ConfigReader, key: str, default: str) -> str:
-    name = read.take(key, default)
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        problem = f"config.json: {key} = {shortened(name)} is not supported"
-        raise CheckpointError(problem, remedy=f"supported are {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
-
-
-def read_kv_heads(read: ConfigReader) -> int:
-    heads = read.count("num_attention_heads")
-    return read.count("num_key_value_heads", heads, if_null=heads)
-
-
-def read_biases(read: ConfigReader, default: bool = False) -> dict[str, Any]:
-    bias = read.flag("attention_bias", default, if_null=False)
-    return {"qkv_bias": bias, "output_bias": bias}
-
-
 def read_window(read: ConfigReader, default: int | None = 4096) -> int | None:
     return None if read.take("sliding_window", default) is None else read.count("sliding_window", default)
+
+
+def window_of_all(read: ConfigReader) -> tuple[int | None, ...]:
+    return equal_windows(read, read_window(read, None))
 
 
 def equal_windows(read: ConfigReader, window: int | None) -> tuple[int | None, ...]:
@@ -128,3 +181,59 @@ def read_windows(
     if not isinstance(listed, list) or len(listed) != layers or any(kind not in [*known] for kind in listed):
         raise read.error("layer_types", f"it must name {' or '.join(known)} for each of the {layers} layers")
     return tuple(known[kind] for kind in listed)
+
+
+def longest(read: ConfigReader) -> int | None:
+    """Return the length up to which `sliding_window` changes nothing; None is any length.
+
+    A Llama of transformers attends to the whole prompt, but while it decodes its cache keeps one window. Past
+    that length its text depends on how the prompt was passed, so there is nothing to be equal to.
+    """
+    window = read_window(read, None)
+    return window if read.take("layer_types") is None else None
+
+
+Fields = Callable[[ConfigReader], dict[str, Any]]
+
+
+def reader(
+    own: Fields | None = None,
+    *,
+    heads: Heads = Heads(),
+    rope: Callable[[ConfigReader, int], Rope] | None = lambda read, head_dim: read_rope(read),
+    windows: Callable[[ConfigReader], tuple[int | None, ...]] | None = lambda read: equal_windows(read, None),
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    flags: Mapping[str, bool | None] = FLAGS,
+    **fixed: Any,
+) -> Fields:
+    """Return what turns a config into fields of `ModelSpec`.
+
+    `rope` gets the size of a head, `activation` is the key and its default, `flags` are the defaults of
+    those that the config may set, `fixed` has further fields, and a key with its default in place of
+    `norm_eps`. What `own` reads counts most.
+    """
+
+    def read_fields(read: ConfigReader) -> dict[str, Any]:
+        fields = heads.read(read)
+        head_dim = fields["head_dim"]
+        if rope is not None:
+            fields["rope"] = rope(read, head_dim)
+        if windows is not None:
+            fields["windows"] = windows(read)
+        key, default = activation
+        name = read.take(key, default)
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            problem = f"config.json: {key} = {shortened(name)} is not supported"
+            raise CheckpointError(problem, remedy=f"supported are {', '.join(sorted(ACTIVATIONS))}")
+        fields |= {"attention_scale": head_dim**-0.5, "activation": ACTIVATIONS[name]}
+        fields["tied"] = read.flag("tie_word_embeddings", default=bool(flags["tied"]))
+        if (bias := flags.get("attention_bias")) is not None:
+            fields["qkv_bias"] = fields["output_bias"] = read.flag("attention_bias", bias, if_null=False)
+        if flags.get("mlp_bias") is not None:
+            fields["mlp_bias"] = read.flag("mlp_bias", if_null=False)
+        fields |= fixed
+        if isinstance(eps := fixed.get("norm_eps"), tuple):
+            fields["norm_eps"] = read.number(*eps)
+        return fields | ({} if own is None else own(read))
+
+    return read_fields

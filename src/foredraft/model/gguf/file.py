@@ -14,7 +14,6 @@ import os
 import struct
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from foredraft.files import NO_FILE, is_no_file
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.memory import mapped_bytes
 from foredraft.model.quantisation import blocks
-from foredraft.model.safetensors_file import DTYPES
+from foredraft.model.safetensors_file import DTYPES, TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1, of 2023, counts in 32 bits
@@ -56,15 +55,6 @@ KINDS: dict[int, str] = {
 # type of a metadata value -> its format for `struct`
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 BOOL, STRING, ARRAY = 7, 8, 9
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    name: str  # its name in the file
-    kind: str  # a key of `BLOCKS`
-    shape: tuple[int, ...]  # its shape as PyTorch counts, with the rows that lie one after the other last
-    start: int  # its first byte in the file
-    size: int  # its bytes
 
 
 def is_gguf(path: Path) -> bool:
@@ -111,7 +101,12 @@ class GGUFFile:
         self._at = 0
         try:
             tensors, values = self._header()
-            self.metadata = self._metadata(values)
+            self.metadata: dict[str, Any] = {}
+            for _ in range(values):
+                key = self._text()
+                if key in self.metadata:
+                    raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
+                self.metadata[key] = self._value(self._number("I"))
             self.tensors = self._tensors(tensors)
         except OSError as error:
             raise self._unreadable(error) from error
@@ -126,7 +121,7 @@ class GGUFFile:
     def _unreadable(self, error: OSError) -> CheckpointError:
         return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
 
-    def bytes_of(self, info: GGUFTensor) -> Tensor:
+    def bytes_of(self, info: TensorInfo) -> Tensor:
         try:
             return mapped_bytes(self._file, info.start, info.size)
         except OSError as error:
@@ -144,22 +139,21 @@ class GGUFFile:
             raise self.error(problem, f"supported are {' and '.join(map(str, VERSIONS))}")
         return self._number("Q"), self._number("Q")
 
-    def _metadata(self, values: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in range(values):
-            key = self._text()
-            if key in found:
-                raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
-            found[key] = self._value(self._number("I"))
-        return found
-
-    def _tensors(self, tensors: int) -> dict[str, GGUFTensor]:
-        heads = [self._tensor_head() for _ in range(tensors)]
+    def _tensors(self, tensors: int) -> dict[str, TensorInfo]:
+        heads: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(tensors):
+            name, dimensions = self._text(), self._number("I")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
+            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+            if not all(shape):
+                raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
+            heads.append((name, shape, self._number("I"), self._number("Q")))
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % 8:
             raise self.error(f"has the alignment {shortened(alignment)}", "it must be a multiple of 8")
         first = -(-self._at // alignment) * alignment
-        found: dict[str, GGUFTensor] = {}
+        found: dict[str, TensorInfo] = {}
         for name, shape, number, offset in heads:
             if name in found:
                 raise self.error(f"has tensor {shortened(name)} twice", DOWNLOAD_AGAIN)
@@ -168,16 +162,7 @@ class GGUFFile:
                 raise self.error(f"has tensor {name} at an offset that is not aligned", DOWNLOAD_AGAIN)
         return found
 
-    def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dimensions = self._text(), self._number("I")
-        if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise self.error(f"has tensor {shortened(name)} with {dimensions} dimensions", DOWNLOAD_AGAIN)
-        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-        if not all(shape):
-            raise self.error(f"has tensor {shortened(name)} of shape {[*shape]}", DOWNLOAD_AGAIN)
-        return name, shape, self._number("I"), self._number("Q")
-
-    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> TensorInfo:
         kind = KINDS.get(number, f"number {number}")
         if kind not in BLOCKS:
             problem = f"has tensor {name} of type {kind}, which is not supported"
@@ -189,7 +174,7 @@ class GGUFFile:
         size *= math.prod(shape) // values
         if start + size > self.size:
             raise self.error(f"ends within tensor {name}, so it is incomplete", DOWNLOAD_AGAIN)
-        return GGUFTensor(name, kind, shape, start, size)
+        return TensorInfo(name, kind, shape, start, size)
 
     def _number(self, format: str) -> Any:
         [value] = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))
@@ -247,11 +232,8 @@ class GGUFFile:
             return bool(self._number("B"))
         if kind == STRING:
             return self._text()
-        if kind == ARRAY and depth < MAX_DEPTH:
-            return self._array(depth)
-        raise self.error(f"has a metadata value of type {kind}, which is not known", DOWNLOAD_AGAIN)
-
-    def _array(self, depth: int) -> list[Any]:
+        if kind != ARRAY or depth >= MAX_DEPTH:
+            raise self.error(f"has a metadata value of type {kind}, which is not known", DOWNLOAD_AGAIN)
         kind, count = self._number("I"), self._number("Q")
         if count > self.size - self._at:  # a value takes a byte or more
             raise IndexError

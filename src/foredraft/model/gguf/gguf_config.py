@@ -7,23 +7,29 @@ https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.families.shared import FULL, SLIDING
-from foredraft.model.gguf import family_config
-from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, stored_values
-from foredraft.model.quantisation.reading import METHOD, TENSORS
+from foredraft.model.families import FAMILIES, IN_GGUF
+from foredraft.model.families.shared import FULL, GGUF, SLIDING
+from foredraft.model.gguf.tensors import (
+    LONG_FACTORS,
+    PLAIN,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GGUFModel,
+    model_name,
+    stored_values,
+)
+from foredraft.model.quantisation.scheme import METHOD, TENSORS
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.unsupported import refusal_of_gguf
 
 CONVERT_AGAIN = "convert the model again, or give its checkpoint folder"
-PARTLY_ROTATED = ("glm4", "gptneox", "phi2", "phi3", "stablelm")  # may rotate a part of each head
-BY_LAYER = {"gemma4": family_config.BY_LAYER}  # architecture -> the sizes that it may give as lists
 HARMLESS = ("tensor_data_layout", "rope.scaling.finetuned")
 NEUTRAL: dict[str, object] = {  # keys that change what a forward computes, except with this value
     "attention.causal": True,
@@ -41,8 +47,6 @@ OTHER_KINDS = {
 }
 # sampling settings of a file -> their names in generation_config.json, where these differ
 SAMPLING, RENAMED = "general.sampling.", {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-# Layers of the Gemma models with 27 billion weights, whose attention scale differs; no file says it.
-LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 THETA = 10_000.0  # RoPE's base where the file does not say
 # Llama 3.1's RoPE factors come as a tensor alone. These parameters of its formula are the same in all models.
 LOW, HIGH = 1.0, 4.0
@@ -50,6 +54,9 @@ LOW, HIGH = 1.0, 4.0
 
 class MetadataReader(ConfigReader):
     """Reads the keys of the architecture, without the architecture's name in front."""
+
+    ROPE_FACTORS = ROPE_FACTORS
+    LONG_ROPE = SHORT_FACTORS, LONG_FACTORS
 
     def __init__(self, file: GGUFModel, architecture: str) -> None:
         own = _under(file, f"{architecture}.")
@@ -64,7 +71,7 @@ class MetadataReader(ConfigReader):
 
     def rope(self, sizes: dict[str, Any]) -> dict[str, Any]:
         """Return the rotary parameters, of layers with full attention where there are others."""
-        theta, factor = self.number("rope.freq_base", THETA), _factor(self)
+        theta, factor = self.number("rope.freq_base", THETA), self._factor()
         kind = self.take("rope.scaling.type", "linear" if factor else "none")
         if self.has_tensor(ROPE_FACTORS):
             if factor and kind != "none":
@@ -77,28 +84,75 @@ class MetadataReader(ConfigReader):
         if kind != "yarn":
             raise self.error("rope.scaling.type", "supported are none, linear, yarn")
         found: dict[str, Any] = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
-        for key, own in YARN.items():
-            if self.has(own):
-                found[key] = self.number(own)
+        found |= {key: self.number(own) for key, own in YARN.items() if self.has(own)}
         if ORIGINAL in found:
             found[ORIGINAL] = int(found[ORIGINAL])
         return found
+
+    def partial_rope(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        rotated = self.count("rope.dimension_count", sizes["head_dim"])
+        return self.rope(sizes) | {"partial_rotary_factor": rotated / sizes["head_dim"]}
+
+    def _factor(self) -> float | None:
+        """Return what RoPE's positions are divided by; older files spell it otherwise."""
+        self.take("rope.scaling.original_context_length")  # it counts with yarn and Llama 3.1's factors only
+        found = self.optional_number("rope.scaling.factor", zero_is_null=True)
+        older = self.optional_number("rope.scale_linear", zero_is_null=True)
+        if found is not None and older not in (None, found):
+            raise self.error("rope.scale_linear", f"rope.scaling.factor is {found}")
+        return found or older
+
+    def factors(self, name: str, count: int) -> list[float]:
+        """Return the numbers of a tensor of RoPE's divisors."""
+        info = self.file.tensors.get(name)
+        if info is None or info.dtype not in PLAIN or info.shape != (count,):
+            raise self.file.error(f"has no {count} numbers in {name}", CONVERT_AGAIN)
+        numbers: list[float] = stored_values(self.file, info).float().tolist()
+        return numbers
+
+    def windows(self, sizes: dict[str, Any], pattern: int = 4) -> dict[str, Any]:
+        given = self.take("attention.sliding_window_pattern", pattern)
+        if isinstance(given, list):
+            windowed = [bool(each) for each in given]
+        else:
+            every = self.count("attention.sliding_window_pattern", pattern)
+            windowed = [(layer + 1) % every != 0 for layer in range(sizes["num_hidden_layers"])]
+        return {
+            "sliding_window": self.count("attention.sliding_window"),
+            "layer_types": [SLIDING if each else FULL for each in windowed],
+        }
+
+    @staticmethod
+    def exact(value: Any) -> Any:
+        """Return the shortest decimal number that float32 rounds to the value, if that is a float32."""
+        if not isinstance(value, float) or float(np.float32(value)) != value:
+            return value
+        return float(str(np.float32(value)))
 
 
 def config_of(file: GGUFModel, begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     _check_kind(file, architecture)
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise file.error(*refusal_of_gguf(architecture, file.metadata, ARCHITECTURES))
+    if not isinstance(architecture, str) or architecture not in IN_GGUF:
+        raise file.error(*refusal_of_gguf(architecture, file.metadata, IN_GGUF))
     read = MetadataReader(file, architecture)
-    name, model_type, own = ARCHITECTURES[architecture]
-    whole = architecture not in PARTLY_ROTATED
-    sizes = _sizes(read, rotates_whole=whole, by_layer=BY_LAYER.get(architecture, ()))
-    config = {
-        "architectures": [name],
-        "model_type": model_type,
-        **sizes,
-        **own(read, sizes),
+    name, of = IN_GGUF[architecture]
+    config = {"architectures": [name], "model_type": FAMILIES[name].model_type} | _sizes(read, of)
+    config |= {of.activation_key: of.activation, **of.fixed}
+    config |= {key: read.has_tensor(f"blk.0.{part}.bias") for key, part in of.biases.items()}
+    if of.norm_key != "rms_norm_eps":
+        config |= {"rms_norm_eps": None, of.norm_key: config["rms_norm_eps"]}
+    if of.rope != "own":
+        config["rope_parameters"] = (read.rope if of.rope == "whole" else read.partial_rope)(config)
+    if not of.windows:  # llama.cpp runs it without sliding windows, and scales as usual
+        positions, usual = config["max_position_embeddings"], config["head_dim"] ** -0.5
+        if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
+            raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
+        if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
+            raise read.error("attention.scale", f"only {usual:.7g} is supported")
+    if of.keys is not None:
+        config |= of.keys(read, config)
+    config |= {
         "tie_word_embeddings": not read.has_tensor("output.weight"),
         "dtype": _dtype(file, architecture),
         "bos_token_id": begin,
@@ -127,94 +181,11 @@ def generation_of(file: GGUFModel) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in _under(file, SAMPLING).items()}
 
 
-def _llama(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    biases = {"attention_bias": read.has_tensor("blk.0.attn_q.bias")}
-    biases["mlp_bias"] = read.has_tensor("blk.0.ffn_up.bias")
-    return _without_window(read, sizes) | biases | {"rope_parameters": read.rope(sizes)}
-
-
-def _qwen2(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    return _without_window(read, sizes) | {"rope_parameters": read.rope(sizes)}
-
-
-def _qwen3(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    return _qwen2(read, sizes) | {"attention_bias": read.has_tensor("blk.0.attn_q.bias")}
-
-
-def _without_window(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a family that llama.cpp runs without sliding windows, and scales as usual."""
-    positions = sizes["max_position_embeddings"]
-    if read.optional_number("attention.sliding_window", zero_is_null=True) not in (None, positions):
-        raise read.error("attention.sliding_window", "windows are supported in gemma2 and gemma3 only")
-    usual = sizes["head_dim"] ** -0.5
-    if abs(read.number("attention.scale", usual) / usual - 1) > 1e-6:  # the file has float32
-        raise read.error("attention.scale", f"only {usual:.7g} is supported")
-    return {"hidden_act": "silu"}
-
-
-def _gemma2(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(read, sizes, "gemma2", pattern=2) | {
-        "rope_parameters": read.rope(sizes),
-        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(read: MetadataReader, sizes: dict[str, Any]) -> dict[str, Any]:
-    read.number("rope.freq_base")  # the layers with full attention have another base than the usual one
-    windowed = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", THETA)}
-    return _gemma(read, sizes, "gemma3", pattern=6) | {
-        "rope_parameters": {FULL: read.rope(sizes), SLIDING: windowed},
-        "final_logit_softcapping": read.optional_number("final_logit_softcapping", zero_is_null=True),
-    }
-
-
-def _gemma(read: MetadataReader, sizes: dict[str, Any], architecture: str, pattern: int) -> dict[str, Any]:
-    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
-    large = layers == LAYERS_OF_27B[architecture]
-    scalar = sizes["hidden_size"] / heads if large else sizes["head_dim"]
-    if read.has("attention.scale"):
-        scalar = _exact(read.number("attention.scale") ** -2)
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "attention_bias": read.has_tensor("blk.0.attn_q.bias"),
-        **family_config.windows(read, sizes, pattern),
-    }
-
-
-# architecture of a file -> that of Hugging Face, its model_type, and the keys of its own
-ARCHITECTURES: dict[str, tuple[str, str, Callable[[MetadataReader, dict[str, Any]], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", "llama", _llama),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen2),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen3),
-    "gemma": ("GemmaForCausalLM", "gemma", family_config.gemma),
-    "granite": ("GraniteForCausalLM", "granite", family_config.granite),
-    "internlm2": ("LlamaForCausalLM", "llama", _llama),
-    "mistral3": ("Ministral3ForCausalLM", "ministral3", family_config.mistral3),
-    "phi3": ("Phi3ForCausalLM", "phi3", family_config.phi3),
-    "seed_oss": ("SeedOssForCausalLM", "seed_oss", family_config.seed_oss),
-    "smollm3": ("SmolLM3ForCausalLM", "smollm3", family_config.smollm3),
-    "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
-    "gemma4": ("Gemma4ForCausalLM", "gemma4_text", family_config.gemma4),
-    "cohere2": ("Cohere2ForCausalLM", "cohere2", family_config.cohere2),
-    "exaone4": ("Exaone4ForCausalLM", "exaone4", family_config.exaone4),
-    "glm4": ("Glm4ForCausalLM", "glm4", family_config.glm4),
-    "gpt2": ("GPT2LMHeadModel", "gpt2", family_config.gpt2),
-    "gptneox": ("GPTNeoXForCausalLM", "gpt_neox", family_config.gpt_neox),
-    "olmo2": ("Olmo2ForCausalLM", "olmo2", family_config.olmo2),
-    "phi2": ("PhiForCausalLM", "phi", family_config.phi2),
-    "stablelm": ("StableLmForCausalLM", "stablelm", family_config.stablelm),
-    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2", family_config.starcoder2),
-}
-
-
 FEED_FORWARD, KEY_HEADS = "feed_forward_length", "attention.head_count_kv"
 EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of RMS and of layer norms
 
 
-def _sizes(read: MetadataReader, *, rotates_whole: bool, by_layer: Collection[str]) -> dict[str, Any]:
+def _sizes(read: MetadataReader, of: GGUF) -> dict[str, Any]:
     embedding = read.file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise read.file.error("has no matrix token_embd.weight", CONVERT_AGAIN)
@@ -223,16 +194,16 @@ def _sizes(read: MetadataReader, *, rotates_whole: bool, by_layer: Collection[st
         raise read.error("vocab_size", f"token_embd.weight has {words} rows")
     hidden, heads = read.count("embedding_length"), read.count("attention.head_count")
     head_dim = read.count("attention.key_length", max(1, hidden // heads))
-    for key in ("attention.value_length", *(["rope.dimension_count"] if rotates_whole else [])):
+    for key in ("attention.value_length", *(["rope.dimension_count"] if of.rope != "part" else [])):
         if read.count(key, head_dim) != head_dim:
             raise read.error(key, f"only the size of a key head, {head_dim}, is supported")
     return {
         "vocab_size": words,
         "hidden_size": hidden,
-        "intermediate_size": None if FEED_FORWARD in by_layer else read.count(FEED_FORWARD),
+        "intermediate_size": None if FEED_FORWARD in of.by_layer else read.count(FEED_FORWARD),
         "num_hidden_layers": read.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": None if KEY_HEADS in by_layer else read.count(KEY_HEADS, heads),
+        "num_key_value_heads": None if KEY_HEADS in of.by_layer else read.count(KEY_HEADS, heads),
         "head_dim": head_dim,
         "max_position_embeddings": read.count("context_length"),
         "rms_norm_eps": read.number(EPSILONS[read.has(EPSILONS[1])]),
@@ -247,23 +218,10 @@ YARN = {  # key of config.json -> that of the file
 }
 
 
-def _factor(read: MetadataReader) -> float | None:
-    """Return what RoPE's positions are divided by; older files spell it otherwise."""
-    read.take("rope.scaling.original_context_length")  # it counts with yarn and Llama 3.1's factors only
-    found = read.optional_number("rope.scaling.factor", zero_is_null=True)
-    older = read.optional_number("rope.scale_linear", zero_is_null=True)
-    if found is not None and older not in (None, found):
-        raise read.error("rope.scale_linear", f"rope.scaling.factor is {found}")
-    return found or older
-
-
 def _llama3(read: MetadataReader, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the parameters of Llama 3.1's scaling that give the factors in the file."""
-    info = read.file.tensors[ROPE_FACTORS]
-    if info.kind not in PLAIN or info.shape != (head_dim // 2,):
-        raise read.file.error(f"has {ROPE_FACTORS} of shape {[*info.shape]}", CONVERT_AGAIN)
-    given = stored_values(read.file, info).float()
-    largest = _exact(float(given.max()))
+    given = torch.tensor(read.factors(ROPE_FACTORS, head_dim // 2))
+    largest = MetadataReader.exact(float(given.max()))
     for original in (8192, *(2**power for power in range(5, 21))):  # Llama's own first
         rope = Rope("llama3", theta, largest, LOW, HIGH, original)
         plain, scaled = (frequencies(each, head_dim) for each in (Rope("default", theta), rope))
@@ -284,8 +242,8 @@ def _quantised(file: GGUFModel, architecture: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
         own = model_name(architecture, name)
-        if info.kind not in PLAIN and own is not None:
-            found.setdefault(info.kind, []).append(own.removesuffix(".weight"))
+        if info.dtype not in PLAIN and own is not None:
+            found.setdefault(info.dtype, []).append(own.removesuffix(".weight"))
     return found
 
 
@@ -294,7 +252,7 @@ def _dtype(file: GGUFModel, architecture: str) -> str:
 
     Gemma in float16 runs in bfloat16, too: its states grow beyond what float16 holds.
     """
-    kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
+    kinds = {info.dtype for info in file.tensors.values() if len(info.shape) > 1}
     if kinds <= {"F32", "F64"}:
         return "float32"
     return "float16" if kinds <= {"F16", "F32"} and not architecture.startswith("gemma") else "bfloat16"
@@ -302,11 +260,4 @@ def _dtype(file: GGUFModel, architecture: str) -> str:
 
 def _under(file: GGUFModel, prefix: str) -> dict[str, Any]:
     given = ((key, value) for key, value in file.metadata.items() if key.startswith(prefix))
-    return {key.removeprefix(prefix): _exact(value) for key, value in given}
-
-
-def _exact(value: Any) -> Any:
-    """Return the shortest decimal number that float32 rounds to the value, if that is a float32."""
-    if not isinstance(value, float) or float(np.float32(value)) != value:
-        return value
-    return float(str(np.float32(value)))
+    return {key.removeprefix(prefix): MetadataReader.exact(value) for key, value in given}

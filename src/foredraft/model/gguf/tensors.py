@@ -6,15 +6,12 @@ file name tells the type of the weights, a part, and files that are no language 
 (https://github.com/ggml-org/llama.cpp/blob/master/common/download.cpp). A type is a whole word: F16 does not
 find BF16.
 
-This is the only place that knows llama.cpp's tensor names. A writer changes values in three ways, which are
-undone here (https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py): in `REORDERED` the
-channels of q and k that RoPE rotates together are neighbours; the norms of Gemma 1 to 3 are stored as 1 +
-weight; GPT-NeoX has all queries of a layer first. Of a quantised tensor the bytes of each row come.
+A writer changes values as the families' entries say, and has all queries of a layer of GPT-NeoX first; both
+is undone here. Of a quantised tensor the bytes of each row come.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,10 +22,10 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
-from foredraft.model.gguf.file import UNQUANTISED, GGUFFile, GGUFTensor
-from foredraft.model.lora.lora_config import base_of
-from foredraft.model.safetensors_file import DTYPES, LazyTensor
+from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.model.families import IN_GGUF
+from foredraft.model.gguf.file import UNQUANTISED, GGUFFile
+from foredraft.model.safetensors_file import DTYPES, StoredTensor, TensorInfo
 
 NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -50,18 +47,18 @@ def part_names(name: str) -> list[str]:
     return [f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1)]
 
 
-def identity(path: Path) -> list[list[int] | None]:
+def identity(path: Path) -> tuple[tuple[int, ...] | None, ...]:
     """Return the size, time of change and inode number of each part of a file, None for a missing one."""
     path.stat()
-    return [_identity(path.with_name(name)) for name in part_names(path.name)]
 
+    def of(part: Path) -> tuple[int, ...] | None:
+        try:
+            status = part.stat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
-def _identity(path: Path) -> list[int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return tuple(of(path.with_name(name)) for name in part_names(path.name))
 
 
 class GGUFModel:
@@ -84,7 +81,12 @@ class GGUFModel:
         if count > 1:
             for number, part in enumerate(self.parts):
                 _check_part(part, number, first)
-        self._holders = self._find_tensors()
+        self._holders: dict[str, GGUFFile] = {}
+        for part in self.parts:
+            for name in part.tensors:
+                if (other := self._holders.setdefault(name, part)) is not part:
+                    problem = f"has tensor {shortened(name)}, which {other.path.name} has, too"
+                    raise part.error(problem, TOGETHER)
         self.tensors = {name: part.tensors[name] for name, part in self._holders.items()}
         expected = _whole(first, TENSORS, len(self.tensors))
         if count > 1 and expected != len(self.tensors):
@@ -94,23 +96,13 @@ class GGUFModel:
     def error(self, problem: str, remedy: str) -> CheckpointError:
         return self.parts[0].error(problem, remedy)
 
-    def holder(self, info: GGUFTensor) -> GGUFFile:
+    def holder(self, info: TensorInfo) -> GGUFFile:
         return self._holders[info.name]
 
     def _open(self, path: Path, number: int, count: int) -> GGUFFile:
         if count > 1 and not path.exists():
             raise CheckpointError(f"{path} is missing, part {number} of {count} of a model", remedy=TOGETHER)
         return GGUFFile(path, lists=self._lists)
-
-    def _find_tensors(self) -> dict[str, GGUFFile]:
-        found: dict[str, GGUFFile] = {}
-        for part in self.parts:
-            for name in part.tensors:
-                if name in found:
-                    other = found[name].path.name
-                    raise part.error(f"has tensor {shortened(name)}, which {other} has, too", TOGETHER)
-                found[name] = part
-        return found
 
 
 def _check_part(part: GGUFFile, number: int, first: GGUFFile) -> None:
@@ -172,10 +164,7 @@ def _base(name: str) -> str:
 
 
 ROPE_FACTORS = "rope_freqs.weight"  # what RoPE's frequencies are divided by, [D/2]
-# LongRoPE's divisors, of one architecture
-LONG_FACTORS, SHORT_FACTORS, LONG_ROPE = "rope_factors_long.weight", "rope_factors_short.weight", "phi3"
-ADDING_ONE = ("gemma", "gemma2", "gemma3")
-REORDERED = ("granite", "internlm2", "llama", "mistral3", "smollm3")
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # LongRoPE's
 OUTER = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
@@ -185,54 +174,7 @@ OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GEMMA = {
-    **LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 SCALAR = "layer_scalar"  # a number, whose name in the model ends with this
-GEMMA4 = {
-    **GEMMA,
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": SCALAR,
-}
-NORMED_AFTER = {  # OLMo 2 and EXAONE 4, whose sub-layers have norms after them alone
-    **{name: own for name, own in LAYER.items() if name not in ("attn_norm", "ffn_norm")},
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-FUSED_QKV = {**LAYER, "attn_qkv": "self_attn.qkv_proj"}
-PHI3 = {**FUSED_QKV, "ffn_up": "mlp.gate_up_proj"}
-SEED_OSS = {**LAYER, "post_attention_norm": LAYER["ffn_norm"]}
-del SEED_OSS["ffn_norm"]
-PARTS = {  # architecture -> its parts of a layer, where they are not those of LAYER
-    "exaone4": NORMED_AFTER,
-    "gemma2": GEMMA,
-    "gemma3": GEMMA,
-    "gemma4": GEMMA4,
-    "glm4": {**GEMMA, "ffn_up": "mlp.gate_up_proj"},
-    "gpt2": FUSED_QKV,
-    "gptneox": FUSED_QKV,
-    "olmo2": NORMED_AFTER,
-    "phi3": PHI3,
-    "seed_oss": SEED_OSS,
-}
 IN_FILE = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?(\w+)\.(weight|bias)")  # "01" would be layer 1 again
 IN_MODEL = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)")
 
@@ -248,7 +190,7 @@ def model_name(architecture: str, name: str) -> str | None:
     if match is None:
         return None
     layer, part, kind = match.groups()
-    found = OUTER.get(part) if layer is None else _parts(architecture).get(part)
+    found = OUTER.get(part) if layer is None else IN_GGUF[architecture][1].parts.get(part)
     if found is None:
         return None
     if layer is None:
@@ -267,7 +209,7 @@ def file_name(architecture: str, name: str) -> str:
     if match is None:
         return name
     layer, part, kind = match.groups()
-    names = OUTER if layer is None else _parts(architecture)
+    names = OUTER if layer is None else IN_GGUF[architecture][1].parts
     found = next((own for own, theirs in names.items() if theirs == part), None)
     if found is None:
         return name
@@ -280,94 +222,48 @@ def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int
     if architecture == "gptneox" and match is not None and match[2] == "attn_qkv":
         return torch.arange(rows).view(3, heads, -1).transpose(0, 1).flatten()
     heads_of = {"attn_q": heads, "attn_k": kv_heads}
-    if architecture not in REORDERED or match is None or match[2] not in heads_of:
+    if not IN_GGUF[architecture][1].reordered or match is None or match[2] not in heads_of:
         return None
     return torch.arange(rows).view(heads_of[match[2]], -1, 2).transpose(1, 2).flatten()
 
 
 def adds_one(architecture: str, name: str) -> bool:
-    return architecture in ADDING_ONE and name.endswith("norm.weight")
+    return IN_GGUF[architecture][1].adds_one and name.endswith("norm.weight")
 
 
 def holds_factors(architecture: str, name: str) -> bool:
     """Return whether a tensor of a file holds numbers of RoPE, which no layer has."""
-    return name == ROPE_FACTORS or (architecture == LONG_ROPE and name in (LONG_FACTORS, SHORT_FACTORS))
+    return name == ROPE_FACTORS or (architecture == "phi3" and name in (LONG_FACTORS, SHORT_FACTORS))
 
 
-def _parts(architecture: str) -> dict[str, str]:
-    return PARTS.get(architecture, LAYER)
-
-
-RECORD = "gguf.json"  # names the file of a folder that `folder.checkpoint_folder` made
 PLAIN = {kind: DTYPES[kind] for kind in UNQUANTISED}
 
 
-def source_of(folder: Path) -> Path:
-    """Return the GGUF file that a folder was made from (its first part), or the folder, without LoRAs."""
-    folder = base_of(folder)
-    return _file_of(folder, read_json(folder / RECORD)) if (folder / RECORD).is_file() else folder
+def stored_tensors(
+    model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a model by the names of Hugging Face."""
+    architecture: str = model.metadata["general.architecture"]
 
-
-def _file_of(folder: Path, record: dict[str, Any]) -> Path:
-    if not isinstance(record.get("file"), str) or not isinstance(record.get("identity"), list):
-        problem = f"{folder / RECORD} does not say which GGUF file the folder was made from"
-        raise CheckpointError(problem, remedy="give the model's file again")
-    return Path(record["file"])
-
-
-def open_tensors(folder: Path, device: torch.device) -> GGUFTensors:
-    record = read_json(folder / RECORD)
-    path = _file_of(folder, record)
-    try:
-        found = identity(path)
-    except OSError as error:
-        problem = f"{path} cannot be read ({error.strerror})"
-        raise CheckpointError(problem, remedy="give the model's file again") from error
-    if found != record["identity"]:
-        raise CheckpointError(f"{path} has changed while it was used", remedy="load the model again")
-    heads, kv_heads = (read_json(folder / "config.json")[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
-    model = _opened(path, tuple(part and tuple(part) for part in found))
-    return GGUFTensors(model, heads, kv_heads, meta=device.type == "meta")
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(path: Path, identity: tuple[tuple[int, ...] | None, ...]) -> GGUFModel:
-    """Return an open file. Loading reads it twice, and to walk over a large vocabulary takes a second."""
-    return GGUFModel(path, lists=False)  # the vocabulary of Gemma takes 40 MB
-
-
-KINDS_OF_HEADS = ("attention", "key_value")
-
-
-class GGUFTensors:
-    def __init__(self, model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False) -> None:
-        self.model, self.heads, self.kv_heads, self.meta = model, heads, kv_heads, meta
-        self.architecture: str = model.metadata["general.architecture"]
-        named = ((model_name(self.architecture, name), info) for name, info in model.tensors.items())
-        self.infos: dict[str, GGUFTensor] = {name: info for name, info in named if name is not None}
-
-    def keys(self) -> list[str]:
-        return [*self.infos]
-
-    def get_slice(self, name: str) -> LazyTensor:
-        info = self.infos[name]
-        return LazyTensor(info.kind, info.shape, partial(self._rows, info))
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._rows(self.infos[name], slice(None))
-
-    def _rows(self, info: GGUFTensor, rows: slice) -> Tensor:
-        stored = stored_values(self.model, info)
-        if self.meta:
+    def read(info: TensorInfo, rows: slice | None) -> Tensor:
+        stored, rows = stored_values(model, info), rows or slice(None)
+        if meta:
             return torch.empty_like(stored, device="meta")[rows]
-        order = row_order(self.architecture, info.name, info.shape[0], self.heads, self.kv_heads)
+        order = row_order(architecture, info.name, info.shape[0], heads, kv_heads)
         values = stored[rows] if order is None else stored[order[rows]]
-        return values.float() - 1.0 if adds_one(self.architecture, info.name) else values
+        return values.float() - 1.0 if adds_one(architecture, info.name) else values
+
+    named = ((model_name(architecture, own), info) for own, info in model.tensors.items())
+    return {
+        name: StoredTensor(info.dtype, info.shape, partial(read, info), name, model.holder(info).path.name)
+        for name, info in named
+        if name is not None
+    }
 
 
-def stored_values(model: GGUFModel, info: GGUFTensor) -> Tensor:
+def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:
     """Return a tensor as its file stores it: numbers of its shape, or the bytes of each row, [M, bytes]."""
     stored = model.holder(info).bytes_of(info)
-    if info.kind in PLAIN:
-        return stored.view(PLAIN[info.kind]).view(info.shape)
+    if info.dtype in PLAIN:
+        return stored.view(PLAIN[info.dtype]).view(info.shape)
     return stored.view(*info.shape[:-1], -1)

@@ -3,25 +3,39 @@
 A change finds its tensor by the module's name, so weights that families store fused or transposed get theirs
 as stored. A merged tensor is W + Σ s·B·A, in the order of the LoRAs, computed in float32 and rounded once, to
 the dtype that the model is loaded in. Values of a LoRA are read when its tensor is, and must be finite.
+
+A head that is tied to the embedding is untied where a LoRA changes one of the two, as when PEFT runs the LoRA
+beside the model; with `ensure_weight_tying` both stay one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.config import read_json
-from foredraft.model.lora.lora_config import LORA_CONFIG, RECORD, UNTIED, WEIGHTS, loras_of, read_lora_config
-from foredraft.model.lora.lora_tensors import FLOATS, Change, LoraTensors, LowRankUpdate, Replacement, Shift
-from foredraft.model.safetensors_file import DTYPES, LazyTensor, SafetensorsFile
+from foredraft.model.gguf.file import is_gguf
+from foredraft.model.hub import REPOSITORY, Download
+from foredraft.model.lora.adapter import (
+    FLOATS,
+    WEIGHTS,
+    Change,
+    LoraTensors,
+    LowRankUpdate,
+    Replacement,
+    Shift,
+    open_lora,
+)
+from foredraft.model.safetensors_file import DTYPES, StoredTensor
+from foredraft.model.source import ModelSource, OnProgress, existing, source_of
+from foredraft.model.spec import LORA_CONFIG, ModelSpec
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -52,15 +66,13 @@ def is_head(module: str) -> bool:
 
 @dataclass(slots=True)
 class ChangedTensor:
-    file: Any  # the open file that has it
-    name: str  # its name there
-    shape: tuple[int, ...]  # its shape
+    stored: StoredTensor
     changes: list[tuple[LoraTensors, Change]] = field(default_factory=list)  # in order
     transposed: bool = False  # it has a row for each input
 
 
 def changed_tensors(
-    files: Mapping[str, Any], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
+    files: Mapping[str, StoredTensor], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
 ) -> dict[str, ChangedTensor]:
     known = _Known(files, aliases, source)
     found = {name: known.tensor(name) for name in aliases}
@@ -71,7 +83,13 @@ def changed_tensors(
             known.check(lora, change, name, tensor)
             if len(loras) > 1 and _replaces_by_the_same(tensor, lora, change.what):
                 continue  # PEFT saves an embedding or a head that it changes, as it was before
-            known.check_order(lora, change, name, tensor)
+            if isinstance(change.what, Replacement) and tensor.changes:
+                problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
+                raise lora.error(problem, "leave one of them out")
+            for other, before in tensor.changes:
+                if other is not lora and isinstance(before.what, Replacement):
+                    problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
+                    raise lora.error(problem, "leave one of them out")
             tensor.changes.append((lora, change))
     return found
 
@@ -79,9 +97,9 @@ def changed_tensors(
 def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object) -> bool:
     if not isinstance(what, Replacement):
         return False
-    new, old = lora.file.get_slice(what.name), tensor.file.get_slice(tensor.name)
-    rows = max(1, COMPARED // max(1, math.prod(tensor.shape[1:])))
-    for first in range(0, tensor.shape[0], rows):
+    new, old = lora.stored[what.name], tensor.stored
+    rows = max(1, COMPARED // max(1, math.prod(tensor.stored.shape[1:])))
+    for first in range(0, tensor.stored.shape[0], rows):
         piece = slice(first, first + rows)
         values = old[piece]
         if not values.is_meta and not torch.equal(new[piece].float(), values.float()):
@@ -90,15 +108,14 @@ def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object
 
 
 class _Known:
-    def __init__(self, files: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
+    def __init__(self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str) -> None:
         self.files, self.aliases, self.source = files, aliases, source
         self.names: dict[str, list[str]] = {}  # canonical name -> the names of the tensors
         for name in dict.fromkeys([*files, *aliases]):
             self.names.setdefault(canonical(name), []).append(name)
 
     def tensor(self, name: str) -> ChangedTensor:
-        stored = self.aliases.get(name, name)
-        return ChangedTensor(self.files[stored], stored, self._shape(stored))
+        return ChangedTensor(self.files[self.aliases.get(name, name)])
 
     def name_of(self, lora: LoraTensors, change: Change) -> str:
         wanted = f"{change.module}.{change.kind}"
@@ -121,9 +138,9 @@ class _Known:
         raise lora.error(problem, self._give(lora))
 
     def check(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
-        if tensor.file.get_slice(tensor.name).get_dtype() not in FLOATS:
+        if tensor.stored.dtype not in FLOATS:
             raise self._quantised(lora, change)
-        what, shape = change.what, tensor.shape
+        what, shape = change.what, tensor.stored.shape
         if not shape or (isinstance(what, LowRankUpdate) and len(shape) != 2):
             problem = f"changes {shortened(name)} of shape {[*shape]}, which is no linear layer"
             raise lora.error(problem, self._give(lora))
@@ -137,15 +154,6 @@ class _Known:
             problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
             raise lora.error(problem, self._give(lora))
 
-    def check_order(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
-        if isinstance(change.what, Replacement) and tensor.changes:
-            problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
-            raise lora.error(problem, "leave one of them out")
-        for other, before in tensor.changes:
-            if other is not lora and isinstance(before.what, Replacement):
-                problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
-                raise lora.error(problem, "leave one of them out")
-
     def _is_transposed(self, name: str, what: LowRankUpdate, lora: LoraTensors) -> bool:
         """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
 
@@ -154,22 +162,18 @@ class _Known:
         """
         layer = name.removesuffix(".weight")
         parent = layer.rpartition(".")[0]
+        weights = [
+            name for name in self.files if name.endswith(".weight") and len(self.files[name].shape) == 2
+        ]
         for place in (layer, parent, parent.rpartition(".")[0]):
-            for other in self._weights_in(place):
-                rows, columns = self._shape(other)
+            inside = (f"{place}.weight", f"{place}.") if place else ()
+            for other in (name for name in weights if name.startswith(inside)):
+                rows, columns = self.files[other].shape
                 bias = f"{other.removesuffix('.weight')}.bias"
-                if rows != columns and bias in self.files and self._shape(bias) in ((rows,), (columns,)):
-                    return self._shape(bias) == (columns,)
-        fits_transposed = self.tensor(name).shape == (what.inputs, what.outputs)
+                if rows != columns and bias in self.files and self.files[bias].shape in ((rows,), (columns,)):
+                    return self.files[bias].shape == (columns,)
+        fits_transposed = self.tensor(name).stored.shape == (what.inputs, what.outputs)
         return lora.config.transposed and what.inputs != what.outputs and fits_transposed
-
-    def _weights_in(self, module: str) -> Iterable[str]:
-        inside = (f"{module}.weight", f"{module}.") if module else ()
-        weights = (name for name in self.files if name.endswith(".weight") and name.startswith(inside))
-        return [name for name in weights if len(self._shape(name)) == 2]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.files[name].get_slice(name).get_shape())
 
     def _quantised(self, lora: LoraTensors, change: Change) -> CheckpointError:
         problem = f"changes {shortened(change.module)}, whose weights are quantised in {self.source}"
@@ -185,30 +189,17 @@ MERGED = 2**18  # values that are merged at a time: 1 MiB, which stays in a core
 NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
 
 
-class MergedTensors:
-    def __init__(self, tensors: Mapping[str, ChangedTensor], dtype: torch.dtype) -> None:
-        self.tensors, self.dtype = tensors, dtype
-
-    def keys(self) -> list[str]:
-        return [*self.tensors]
-
-    def get_slice(self, name: str) -> LazyTensor:
-        shape = self.tensors[name].shape
-        return LazyTensor(NAMES[self.dtype], shape, lambda rows: self.get_tensor(name)[rows])
-
-    def get_tensor(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        read = _Values()
-        merged = torch.empty(tensor.shape, dtype=self.dtype)
-        rows = max(1, MERGED // max(1, math.prod(tensor.shape[1:])))
-        stored = tensor.file.get_slice(tensor.name)
-        for first in range(0, tensor.shape[0], rows):
-            piece = slice(first, min(first + rows, tensor.shape[0]))
-            values = stored[piece].to(torch.float32, copy=True)
-            for lora, change in tensor.changes:
-                values = changed(values, lora, change.what, piece, read, transposed=tensor.transposed)
-            merged[piece].copy_(values)
-        return merged
+def merged_values(tensor: ChangedTensor, dtype: torch.dtype) -> Tensor:
+    stored, read = tensor.stored, _Values()
+    merged = torch.empty(stored.shape, dtype=dtype)
+    rows = max(1, MERGED // max(1, math.prod(stored.shape[1:])))
+    for first in range(0, stored.shape[0], rows):
+        piece = slice(first, min(first + rows, stored.shape[0]))
+        values = stored[piece].to(torch.float32, copy=True)
+        for lora, change in tensor.changes:
+            values = changed(values, lora, change.what, piece, read, transposed=tensor.transposed)
+        merged[piece].copy_(values)
+    return merged
 
 
 class _Values:
@@ -220,11 +211,11 @@ class _Values:
     def of(self, lora: LoraTensors, name: str) -> Tensor:
         key = id(lora), name
         if key not in self.known:
-            self.known[key] = self._checked(lora, name, lora.file.get_tensor(name))
+            self.known[key] = self._checked(lora, name, lora.stored[name].whole())
         return self.known[key]
 
     def rows(self, lora: LoraTensors, name: str, rows: slice) -> Tensor:
-        return self._checked(lora, name, lora.file.get_slice(name)[rows])
+        return self._checked(lora, name, lora.stored[name][rows])
 
     def _checked(self, lora: LoraTensors, name: str, values: Tensor) -> Tensor:
         values = values.to(torch.float32, copy=True)
@@ -252,31 +243,32 @@ def changed(
     return values.add_(added * what.scale)
 
 
-def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
-    if not (folder / LORA_CONFIG).is_file():
-        model = f": it has a config.json, but no {LORA_CONFIG}" if (folder / "config.json").is_file() else ""
-        lacks = "is a file" if folder.is_file() else f"has no {LORA_CONFIG}"
-        problem = f"is no LoRA{model}" if model else lacks
-        raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
-    config = read_lora_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
-        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
-        remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
-        raise CheckpointError(problem, remedy=remedy)
-    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
-
-
 def merge_loras(
-    folder: Path, files: Mapping[str, Any], stack: ExitStack, dtype: torch.dtype, source: str
-) -> MergedTensors:
-    """Return the tensors that the LoRAs of a folder change, merged when they are read."""
-    loras = [open_lora(name, lora, stack) for name, lora in loras_of(folder)]
-    aliases = _untied(files, source) if read_json(folder / RECORD)[UNTIED] else {}
-    return MergedTensors(changed_tensors(files, loras, source, aliases), dtype)
+    loras: Sequence[tuple[str, Path]],
+    files: Mapping[str, StoredTensor],
+    stack: ExitStack,
+    dtype: torch.dtype,
+    source: str,
+    *,
+    untied: bool,
+) -> dict[str, StoredTensor]:
+    """Return the tensors that LoRAs, by names and folders, change, merged when they are read."""
+    opened = [open_lora(*lora, stack) for lora in loras]
+    aliases = _untied(files, source) if untied else {}
+
+    def merged(name: str, tensor: ChangedTensor) -> StoredTensor:
+        def read(rows: slice | None) -> Tensor:
+            values = merged_values(tensor, dtype)
+            return values if rows is None else values[rows]
+
+        file = files[name].file if name in files else "LoRAs"
+        return StoredTensor(NAMES[dtype], tensor.stored.shape, read, name, file)
+
+    changed = changed_tensors(files, opened, source, aliases)
+    return {name: merged(name, tensor) for name, tensor in changed.items()}
 
 
-def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
+def _untied(files: Collection[str], source: str) -> dict[str, str]:
     """Return the head of a model, which is no longer tied, and the embedding, which has its values."""
     modules = {name: name.removesuffix(".weight") for name in files if name.endswith(".weight")}
     embeddings = [name for name, module in modules.items() if is_embedding(module)]
@@ -287,3 +279,46 @@ def _untied(files: Mapping[str, Any], source: str) -> dict[str, str]:
     outer = "language_model." if embeddings[0].startswith("language_model.") else ""
     heads = [name for name, module in modules.items() if is_head(module)]
     return dict.fromkeys(heads or [f"{outer}lm_head.weight"], embeddings[0])
+
+
+TIED, TEXT = "tie_word_embeddings", "text_config"  # keys of config.json
+
+
+def _unties(lora: LoraTensors) -> bool:
+    modules = [change.module for change in lora.changes]
+    return any(map(is_head, modules)) or (not lora.config.ties and any(map(is_embedding, modules)))
+
+
+def with_loras(
+    base: ModelSource | Path, names: str | Path | Sequence[str | Path], report: OnProgress | None = None
+) -> ModelSource:
+    """Return a model with LoRAs, downloaded if necessary; without any, the model."""
+    base = source_of(base)
+    if not names:
+        return base
+    given = [names] if isinstance(names, str | Path) else names
+    config, tied, made = base.config, base.spec.tied, copy(base)
+    made._base, made.loras = base, tuple((str(name), resolve_lora(name, report)) for name in given)
+    with ExitStack() as stack:
+        opened = [open_lora(*lora, stack) for lora in made.loras]
+        made.untied = tied and any(map(_unties, opened))
+    # the config says whether the head is the embedding: no tensor here can tell
+    tied, text = tied and not made.untied, config.get(TEXT)
+    inner = {TEXT: {**text, TIED: tied}} if isinstance(text, dict) and TIED in text else {}
+    made.config = {**config, **inner, TIED: tied}
+    made.spec = ModelSpec.from_hf(made.config, made.generation)
+    return made
+
+
+def resolve_lora(name: str | Path, report: OnProgress | None = None) -> Path:
+    folder = existing(name)
+    if folder is not None:
+        if not folder.is_dir() and is_gguf(folder):
+            problem = f"LoRA {name} is a GGUF file"
+            raise CheckpointError(problem, remedy="give the folder that it was made from, as PEFT saves it")
+        return folder.absolute()
+    match = REPOSITORY.fullmatch(str(name))
+    if match is None or match[2] is not None:
+        problem = f"LoRA {shortened(str(name))} is neither a folder nor a hub name of the form owner/name"
+        raise CheckpointError(problem, remedy="check its spelling")
+    return Download(match[1], None, match[3], report).run_files((LORA_CONFIG, WEIGHTS))

@@ -12,7 +12,7 @@ would depend on its neighbours in a pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from foredraft.model.quantisation.scheme import (
     INT32,
     SCALES,
     ActivationFormat,
+    IntegerFormat,
     Quantisation,
     SchemeRule,
     TensorSpec,
@@ -76,9 +77,8 @@ def read_fp8(read: ConfigReader, naming: Naming) -> Quantisation:
         )
     if block != [BLOCK, BLOCK]:
         raise read.error("weight_block_size", f"only {[BLOCK, BLOCK]} is supported")
-    read.choice("fmt", ("e4m3",), "e4m3")
-    read.choice("scale_fmt", ("float",), "float")
-    read.choice("expert_dtype", ("fp8",), "fp8")
+    for key, value in {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8"}.items():
+        read.choice(key, (value,), value)
     if read.take("modules_to_convert"):
         raise read.error("modules_to_convert", "it must be empty")
     lists = [key for key in ("modules_to_not_convert", "ignored_layers") if read.take(key) is not None]
@@ -101,18 +101,7 @@ SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFormat(WeightFormat):
-    bits: int  # bits of a number, 4 or 8
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # there are no zero points
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
-
+class PackedFormat(IntegerFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
@@ -214,7 +203,7 @@ def _rules(read: ConfigReader, layout: str) -> list[SchemeRule]:
             found[target] = _rule(inner, "targets", target, format, inputs)
         inner.reject_unknown_keys()
     # names go before expressions, and classes come last
-    order = sorted(found, key=lambda target: (target in CLASSES, _is_regex(target), target))
+    order = sorted(found, key=lambda target: (target in CLASSES, target.startswith("re:"), target))
     return [found[target] for target in order]
 
 
@@ -249,10 +238,9 @@ def _inputs(read: ConfigReader) -> ActivationFormat | None:
     float8 = inputs.choice("type", ("int", "float"), "int") == "float"
     groups = inputs.choice("strategy", ("token", "group") if float8 else ("token",)) == "group"
     inputs.choice("group_size", (ACTIVATION_GROUP,) if groups else (None,), None)
-    inputs.choice("num_bits", (8,), 8)
-    inputs.choice("symmetric", (True,), True)
-    for key in ("block_structure", "actorder", "scale_dtype"):
-        inputs.choice(key, (None,), None)
+    only = {"num_bits": 8, "symmetric": True, "block_structure": None, "actorder": None, "scale_dtype": None}
+    for key, value in only.items():
+        inputs.choice(key, (value,), value)
     inputs.reject_unknown_keys()
     if groups:
         return ActivationFormat.FP8_GROUPS
@@ -264,7 +252,14 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     float8 = read.choice("type", kinds, "int") == "float"
     bits = read.choice("num_bits", (4, 8) if layout == PACKED else (8,), 8)
     supported = ["channel", "block" if float8 else "group"] + ["tensor"] * (layout != PACKED)
-    group, strategy = _grouping(read, supported)
+    size = read.take("group_size")
+    group = None if size is None else read_group(read, "group_size")
+    implied = "tensor" if size is None else "channel" if group is None else "group"
+    strategy = implied if read.take("strategy") is None else read.take("strategy")
+    if strategy not in supported:
+        raise read.error("strategy", f"supported are {', '.join(supported)}")
+    if (strategy == "group") != (group is not None):
+        raise read.error("group_size", f"it does not fit the strategy {strategy!r}")
     symmetric = read.flag("symmetric", default=True)
     if float8 and not symmetric:
         raise read.error("symmetric", "it must be true with numbers of type float")
@@ -280,22 +275,6 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     return PlainFormat(float8, strategy, group, symmetric)
 
 
-def _grouping(read: ConfigReader, strategies: Sequence[str]) -> tuple[int | None, str]:
-    size = read.take("group_size")
-    group = None if size is None else read_group(read, "group_size")
-    implied = "tensor" if size is None else "channel" if group is None else "group"
-    strategy = implied if read.take("strategy") is None else read.take("strategy")
-    if strategy not in strategies:
-        raise read.error("strategy", f"supported are {', '.join(strategies)}")
-    if (strategy == "group") != (group is not None):
-        raise read.error("group_size", f"it does not fit the strategy {strategy!r}")
-    return group, strategy
-
-
-def _is_regex(target: str) -> bool:
-    return target.startswith("re:")
-
-
 def _rule(
     read: ConfigReader,
     key: str,
@@ -305,6 +284,6 @@ def _rule(
 ) -> SchemeRule:
     if target in CLASSES:
         return SchemeRule("", format, inputs, target)
-    if not _is_regex(target):
+    if not target.startswith("re:"):
         return SchemeRule(exactly([target]), format, inputs)
     return SchemeRule(read_expression(read, key, target, target.removeprefix("re:")), format, inputs)

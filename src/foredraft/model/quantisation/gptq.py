@@ -26,22 +26,21 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, mismatch
-from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.codes import Codes
 from foredraft.model.quantisation.scheme import (
     INT32,
     SCALES,
+    IntegerFormat,
     Quantisation,
     SchemeRule,
     TensorSpec,
     WeightFormat,
-    check_auto_round,
     check_plain_inputs,
     count_groups,
     exactly,
     read_expression,
     read_group,
     read_names,
-    shown_group,
 )
 from foredraft.model.tensor_names import HEAD, LINEAR, Naming
 
@@ -85,19 +84,9 @@ V1, V2 = "gptq", "gptq_v2"  # names of `checkpoint_format`
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQFormat(WeightFormat):
-    bits: int  # bits of a number, 4 or 8
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is the middle, 2^(bits - 1)
+class GPTQFormat(IntegerFormat):
     less_one: bool  # zero points are stored less 1, as v1 does
     act_order: bool = False  # `g_idx` must be there
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
 
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
@@ -113,8 +102,16 @@ class GPTQFormat(WeightFormat):
         }
 
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
-        if "g_idx" in tensors:
-            self._check_groups(f"tensor {module}.g_idx", shape[1], tensors["g_idx"])
+        if (found := tensors.get("g_idx")) is not None:
+            size = self.group or shape[1]
+            groups, name = shape[1] // size, f"tensor {module}.g_idx"
+            if bool((found < 0).any()) or bool((found >= groups).any()):
+                raise mismatch(f"{name} names a group beyond 0 to {groups - 1}")
+            counts = torch.bincount(found, minlength=groups)
+            if bool((counts != size).any()):
+                group = int((counts != size).nonzero()[0])
+                given = f"{name} gives group {group} {int(counts[group])} columns"
+                raise mismatch(f"{given}, but config.json implies {size}")
         stored, name = unpack(tensors["qzeros"], self.bits), f"tensor {module}.qzeros"
         if self.less_one and bool((stored == 2**self.bits - 1).any()):
             raise CheckpointError(
@@ -124,17 +121,6 @@ class GPTQFormat(WeightFormat):
         if self.symmetric and bool((self._zeros(tensors) != 2 ** (self.bits - 1)).any()):
             middle = 2 ** (self.bits - 1)
             raise mismatch(f"{name} has a zero point other than {middle}, but config.json has sym true")
-
-    def _check_groups(self, name: str, columns: int, found: Tensor) -> None:
-        size = self.group or columns
-        groups = columns // size
-        if bool((found < 0).any()) or bool((found >= groups).any()):
-            raise mismatch(f"{name} names a group beyond 0 to {groups - 1}")
-        counts = torch.bincount(found, minlength=groups)
-        if bool((counts != size).any()):
-            group = int((counts != size).nonzero()[0])
-            given = f"{name} gives group {group} {int(counts[group])} columns"
-            raise mismatch(f"{given}, but config.json implies {size}")
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         stored = unpack(tensors["qweight"].T, self.bits)  # [M, K]
@@ -154,7 +140,8 @@ def _check_common(read: ConfigReader, method: str, naming: Naming) -> None:
         raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", (method,), method)
-    check_auto_round(read, naming)
+    read.choice("to_quant_block_names", (naming.stored_layers, None), None)
+    check_plain_inputs(read)
 
 
 def _order(groups: Tensor | None) -> Tensor | None:
@@ -175,20 +162,14 @@ def read_gptq(read: ConfigReader, naming: Naming) -> Quantisation:
     found = GPTQFormat(bits, group, symmetric, layout == V1, act_order)
     coded_head = read.flag("lm_head", if_null=False)
     head = SchemeRule(exactly([naming.stored_module(HEAD)]), found if coded_head else None)
-    return Quantisation("gptq", (head, SchemeRule(_modules(read), found)))
-
-
-def _modules(read: ConfigReader) -> str:
-    key = "modules_in_block_to_quantize"
-    lists = read.take(key)
-    if lists is None:
-        return ""
-    if not isinstance(lists, list) or not all(isinstance(names, list) for names in lists):
-        raise read.error(key, "it must be a list of lists of names or null")
-    names = [name for names in lists for name in names]
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise read.error(key, "it must be a list of lists of names or null")
-    return rf".*\.(?:{'|'.join(re.escape(name) for name in names)})\Z"
+    key, pattern = "modules_in_block_to_quantize", ""
+    if (lists := read.take(key)) is not None:
+        sound = isinstance(lists, list) and all(isinstance(names, list) for names in lists)
+        names = [name for names in lists for name in names] if sound else []
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise read.error(key, "it must be a list of lists of names or null")
+        pattern = rf".*\.(?:{'|'.join(re.escape(name) for name in names)})\Z"
+    return Quantisation("gptq", (head, SchemeRule(pattern, found)))
 
 
 HARMLESS_IN_AWQ = frozenset("do_fuse exllama_config fuse_max_seq_len meta modules_to_fuse".split())
@@ -199,17 +180,7 @@ VERSION = "gemm"
 
 
 @dataclass(frozen=True, slots=True)
-class AWQFormat(WeightFormat):
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is 8
-
-    def __str__(self) -> str:
-        return f"{BITS} bits {shown_group(self.group)}"
-
-    @property
-    def code_format(self) -> CodeFormat | None:
-        return CodeFormat.of(BITS, self.group, symmetric=self.symmetric)
-
+class AWQFormat(IntegerFormat):
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
         groups = count_groups(module, columns, self.group)
@@ -254,7 +225,7 @@ def read_awq(read: ConfigReader, naming: Naming) -> Quantisation:
     zero_point = read.flag("zero_point", default=not read.flag("sym"))
     if "sym" in read.config and read.flag("sym") == zero_point:
         raise read.error("sym", f"zero_point is {zero_point}; they must differ")
-    found = AWQFormat(read_group(read, group, 128), not zero_point)
+    found = AWQFormat(BITS, read_group(read, group, 128), not zero_point)
     kept = [re.escape(name) for name in read_names(read, "modules_to_not_convert")]  # parts of names
     rules = [SchemeRule(rf".*(?:{'|'.join(kept)})", None)] if kept else []
     head = SchemeRule(exactly([naming.stored_module(HEAD)]), None)
@@ -290,28 +261,23 @@ PACKINGS = {  # the spellings that AutoRound reads, and those of its exports to 
     "auto_awq": AWQ,
 }
 PLAIN = (16, 32)  # bits of a weight that is not quantised
+Common = tuple[int, int | None, bool]  # bits, columns of a group, whether every zero point is the middle
 BLOCKS = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")  # the last is an old name
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    bits: int  # of a number
-    group: int | None  # columns of a group; None if a row is one group
-    symmetric: bool  # every zero point is the middle
-
-    def packed(self, packing: str) -> WeightFormat | None:
-        if self.bits in PLAIN:
-            return None
-        if packing == AWQ:
-            return AWQFormat(self.group, self.symmetric)
-        return GPTQFormat(self.bits, self.group, self.symmetric, less_one=packing == GPTQ)
+def _packed(packing: str, bits: int, group: int | None, symmetric: bool) -> WeightFormat | None:
+    if bits in PLAIN:
+        return None
+    if packing == AWQ:
+        return AWQFormat(bits, group, symmetric)
+    return GPTQFormat(bits, group, symmetric, less_one=packing == GPTQ)
 
 
 def read_auto_round(read: ConfigReader, naming: Naming) -> Quantisation:
     packing = PACKINGS[read.choice("packing_format", tuple(PACKINGS), "auto_round:gptq")]
     bits = (4,) if packing == AWQ else (4, 8)
     own, group = read.choice("bits", bits, 4), read_group(read, "group_size", 128)
-    common = Numbers(own, group, read.flag("sym", default=True))
+    common = own, group, read.flag("sym", default=True)
     check_plain_inputs(read)
     for key in ("static_kv_dtype", "static_attention_dtype"):
         if read.take(key) is not None:
@@ -323,11 +289,11 @@ def read_auto_round(read: ConfigReader, naming: Naming) -> Quantisation:
         read_expression(read, "modules_to_not_convert", name, _anywhere([name]))
     kept = [SchemeRule(_anywhere(skipped), None)] if skipped else []
     single = _rules_of(read, packing, bits, common)
-    blocks = SchemeRule(_blocks(read, naming.stored_layers), common.packed(packing))
+    blocks = SchemeRule(_blocks(read, naming.stored_layers), _packed(packing, *common))
     return Quantisation(AUTO_ROUND, (*kept, *single, blocks))
 
 
-def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Numbers) -> list[SchemeRule]:
+def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: Common) -> list[SchemeRule]:
     """Return the rules of `extra_config`: those of names, then all keys as expressions, in their order."""
     found = read.take("extra_config")
     if found is None:
@@ -342,7 +308,7 @@ def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: N
         if not settings:
             continue
         inner = ConfigReader(settings, f"{read.where}, extra_config, {shortened(name)}", HARMLESS_IN_MODULES)
-        format = _numbers(inner, bits, common).packed(packing)
+        format = _packed(packing, *_numbers(inner, bits, common))
         inner.reject_unknown_keys()
         read_expression(read, "extra_config", name, _anywhere([name]))
         names.setdefault(format, []).append(name)
@@ -355,16 +321,17 @@ def _rules_of(read: ConfigReader, packing: str, bits: tuple[int, ...], common: N
     ]
 
 
-def _numbers(read: ConfigReader, bits: tuple[int, ...], common: Numbers) -> Numbers:
-    own = read.choice("bits", (*bits, *PLAIN, None), None) or common.bits
+def _numbers(read: ConfigReader, bits: tuple[int, ...], common: Common) -> Common:
+    usual_bits, group, symmetric = common
+    own = read.choice("bits", (*bits, *PLAIN, None), None) or usual_bits
     if own in PLAIN:
         for key in ("data_type", "group_size", "sym"):
             read.take(key)
     check_plain_inputs(read, weights=own not in PLAIN)
     if own in PLAIN:
-        return Numbers(own, None, symmetric=True)
-    group = common.group if read.take("group_size") is None else read_group(read, "group_size")
-    return Numbers(own, group, read.flag("sym", default=common.symmetric, if_null=common.symmetric))
+        return own, None, True
+    group = group if read.take("group_size") is None else read_group(read, "group_size")
+    return own, group, read.flag("sym", default=symmetric, if_null=symmetric)
 
 
 def _blocks(read: ConfigReader, layers: str) -> str:

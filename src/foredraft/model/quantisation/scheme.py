@@ -5,27 +5,29 @@ Each row has one scale, or one for every `GROUP` columns, so a token's result do
 neighbours. Every step is rounded in the dtype, as in compressed-tensors (`calculate_qparams`, `fake_quantize`
 in https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/quantization). As
 integers, 32 columns of a row have 16 bits in steps of a power of two; their products with codes add up
-without rounding, and the sums of columns that share a scale are added in float32, in order. This defines
-kernels/integers.inc.
+without rounding, and the sums of columns that share a scale are added in float32, in order.
 
 A weight format knows which tensors stand for a weight, by the suffixes of their names, and turns them into
 `Codes`. `checkpoint.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
+
+How a checkpoint is quantised is read as strictly as every other key of a config.json. A method is refused
+whose result for a token depends on the other tokens of a pass: speculation could not be lossless there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.errors import CheckpointError, shortened
+from foredraft.errors import CheckpointError, Option, shortened
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation.codes import BLOCK_ROWS, SUPER, CodeFormat, Codes
+from foredraft.model.quantisation.codes import BLOCK_ROWS, CodeFormat, Codes
 from foredraft.model.tensor_names import AS_STORED, Naming
 
 GROUP = 128  # columns that share a scale, where not all do
@@ -82,31 +84,11 @@ LEAST = -126  # exponent of the least step
 
 def rounded_to_integers(x: Tensor) -> Tensor:
     """Return what the integers of x [..., K] stand for, in float32; NaN in groups that are not finite."""
-    integers, steps = _integers(x)
+    integers, steps = integers_of(x)
     return (integers * steps).flatten(-2)
 
 
-def integer_product(x: Tensor, weight: Codes) -> Tensor:
-    """Return x [N, K] times a coded weight [M, K], in float32, to the bit."""
-    integers, steps = _integers(x)
-    sums = torch.zeros(len(x), weight.shape[0])
-    codes = weight.codes.double().view(weight.shape[0], -1, weight.group)
-    scales, offsets = (
-        None if part is None else part.float() if step is None else
-        part.float() * step.float().repeat_interleave(SUPER // weight.group, 1)
-        for part, step in ((weight.scales, weight.steps), (weight.offsets, weight.offset_steps))
-    )  # fmt: skip
-    assert scales is not None
-    for part, inputs in enumerate(torch.split(integers.double().flatten(-2), weight.group, -1)):
-        step = steps[:, part * weight.group // STEP_GROUP]
-        products = (inputs @ codes[:, part].T).float() * step
-        sums = _multiply_add(products, scales[:, part], sums)
-        if offsets is not None:
-            sums = _multiply_add(-inputs.sum(-1, keepdim=True).float() * step, offsets[:, part], sums)
-    return sums
-
-
-def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+def integers_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the integers [..., K / 32, 32] of x [..., K], as float32, and their steps [..., K / 32, 1]."""
     grouped = x.float().reshape(*x.shape[:-1], -1, STEP_GROUP)
     largest = grouped.abs().amax(-1, keepdim=True)
@@ -114,18 +96,6 @@ def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.ldexp(torch.ones_like(largest), exponents)
     finite = largest.isfinite()
     return torch.where(finite, grouped / steps, 0).round(), torch.where(finite, steps, torch.nan)
-
-
-def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a b + c in float32, rounded once."""
-    product, other = a.double() * b.double(), c.double()  # the product is exact
-    found = product + other
-    back = found - product
-    error = (product - (found - back)) + (other - back)
-    # A sum that was rounded becomes odd, so that the second rounding sees on which side of a tie it lay.
-    bits = found.contiguous().view(torch.int64)
-    away = torch.where((error > 0) == (found > 0), 1, -1)
-    return (bits + away * ((error != 0) & (bits % 2 == 0))).view(torch.float64).float()
 
 
 PIECE = 2**17  # weights that are unpacked at a time: it bounds the memory
@@ -158,6 +128,22 @@ class WeightFormat(Protocol):
     def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
         """Check the values of the small tensors, where a format has such."""
         return
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerFormat(WeightFormat):
+    """A format of integers, of which groups of columns, or whole rows, share a scale."""
+
+    bits: int  # bits of a number, 4 or 8
+    group: int | None  # columns of a group; None if a row is one group
+    symmetric: bool  # every zero point is the middle, 2^(bits - 1), or there are none
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits {shown_group(self.group)}"
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return CodeFormat.of(self.bits, self.group, symmetric=self.symmetric)
 
 
 def pieces(format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Iterator[Codes]:
@@ -244,11 +230,6 @@ def read_expression(read: ConfigReader, key: str, given: str, expression: str) -
     return expression
 
 
-def check_auto_round(read: ConfigReader, naming: Naming) -> None:
-    read.choice("to_quant_block_names", (naming.stored_layers, None), None)
-    check_plain_inputs(read)
-
-
 def check_plain_inputs(read: ConfigReader, *, weights: bool = True) -> None:
     """Check AutoRound's keys of what numbers are: weights are integers, inputs stay as they are."""
     if weights:
@@ -274,3 +255,56 @@ def count_groups(module: str, columns: int, group: int | None) -> int:
 
 def shown_group(group: int | None) -> str:
     return "per channel" if group is None else f"in groups of {group}"
+
+
+KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
+METHOD, TENSORS = "gguf", "tensors"  # the quant_method of GGUF files, and its key: modules by format
+Reader = Callable[[ConfigReader, Naming], Quantisation]
+
+
+def methods() -> dict[str, tuple[frozenset[str], Reader]]:
+    """Return, by quant_method, the keys that change no result, and the reader of the others."""
+    # Here, not above: most checkpoints are not quantised.
+    from foredraft.model.quantisation import blocks, compressed_tensors, gptq
+
+    return {
+        gptq.AUTO_ROUND: (gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_auto_round),
+        "awq": (gptq.HARMLESS_IN_AWQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_awq),
+        "compressed-tensors": (compressed_tensors.HARMLESS, compressed_tensors.read_compressed_tensors),
+        "fp8": (compressed_tensors.HARMLESS_IN_FP8, compressed_tensors.read_fp8),
+        METHOD: (frozenset(), blocks.read_gguf),
+        "gptq": (gptq.HARMLESS_IN_GPTQ | gptq.HARMLESS_OF_AUTO_ROUND, gptq.read_gptq),
+    }
+
+
+def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantisation | None:
+    given = [key for key in KEYS if read.take(key) is not None]
+    if not given:
+        return None
+    key = given[0]
+    if any(read.take(other) != read.take(key) for other in given[1:]):
+        raise read.error(given[1], f"{key} differs; keep the one of the weights")
+    if not isinstance(read.take(key), dict):
+        raise read.error(key, "it must be a JSON object or null")
+    section, where = read.take(key), f"{read.where}, {key}"
+    config = ConfigReader(section, where)
+    method = config.take("quant_method", "compressed-tensors" if key == KEYS[1] else None)
+    if method == "bitsandbytes":
+        original = "give the 16-bit model that it was made from, with "
+        if config.take("load_in_8bit") or config.take("_load_in_8bit"):
+            raise CheckpointError(
+                f"{where}: quant_method 'bitsandbytes' with load_in_8bit picks outlier columns over all rows"
+                " of a pass, so a token would depend on its neighbours",
+                remedy=(original, Option("weights", "int8")),
+            )
+        kind = shortened(config.take("bnb_4bit_quant_type", "fp4"))
+        problem = f"{where}: quant_method 'bitsandbytes' with bnb_4bit_quant_type {kind} is not supported"
+        raise CheckpointError(problem, remedy=(original, Option("weights", "int4")))
+    known = methods()
+    if not isinstance(method, str) or method not in known:
+        raise config.error("quant_method", f"supported are {', '.join(known)}")
+    harmless, reader = known[method]
+    config = ConfigReader(section, where, harmless | {"quant_method"})
+    found = reader(config, naming)
+    config.reject_unknown_keys()
+    return found if method == METHOD else replace(found, naming=naming)

@@ -18,7 +18,6 @@ from torch import Tensor
 from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.memory import dtype_name, upload
 from foredraft.model.runner.compiled import check_compiler
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
@@ -36,6 +35,7 @@ from foredraft.model.runner.passes import (
 )
 from foredraft.model.runner.shape_cache import cached_shapes
 from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
+from foredraft.model.spec import Plan
 
 __all__ = [
     "DraftInputs", "DraftVocab", "Forward", "FusedDraft", "InvariantShapes", "Leaves", "PassOptions",

@@ -20,10 +20,10 @@ from torch import Tensor
 from foredraft.model.attention import PassShape, build_context, rope_tables
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, RunLayers
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
+from foredraft.model.spec import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.rope import Rope
 from foredraft.model.runner.invariant_shapes import InvariantShapes
+from foredraft.model.spec import Plan
 
 
 class DrawnToken(Protocol):

@@ -25,14 +25,13 @@ from torch import Tensor
 from foredraft.model.attention import PassInputs, PassShape, at_columns, build_context
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, RunLayers
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, find_shapes
 from foredraft.model.runner.passes import DraftInputs, DraftSampler, DrawnToken, Forward, FusedDraft, Pass
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import ModelSpec, Plan
 
 FIRST: Final = 2  # columns of the first step: after a draft that was accepted whole, it reads two tokens
 # Bytes of a sampled draft's distributions, which a graph keeps; to compute larger ones takes long anyway.

@@ -24,7 +24,6 @@ from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Layer
-from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
@@ -46,7 +45,7 @@ from foredraft.model.runner.native.structs import (
     pass_struct,
 )
 from foredraft.model.runner.passes import DraftInputs, Forward, FusedDraft, Pass
-from foredraft.model.spec import ModelSpec
+from foredraft.model.spec import ModelSpec, Plan
 from foredraft.workers import own_threads
 
 

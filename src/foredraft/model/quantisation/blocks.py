@@ -1,25 +1,80 @@
-"""The block formats: scales beside the codes, scales in steps that 256 values share, and points of a grid
-(IQ1 to 3).
+"""The block formats of ggml: what the bytes of a block of a GGUF file's tensor stand for.
 
-Each function takes blocks [B, bytes] uint8 and the (rows, columns) of the weight that they make. Codes lie in
-halves, quarters or bits of bytes: those in the lowest bits come first (`fields`).
-
-Each function takes blocks [B, bytes] uint8 and the (rows, columns) of the weight that they make. A group of
-codes has a scale in float32: an odd multiple of a fraction of d. The grids are in grids.safetensors, which
-recipes/grids.py made.
+Scales stand beside the codes, or in steps that 256 values share; codes may be points of a grid (IQ1 to 3),
+which grids.safetensors holds, as recipes/grids.py made it. Codes lie in halves, quarters or bits of bytes:
+those in the lowest bits come first (`fields`). In float32 an expanded weight has the bits of
+`gguf.quants.dequantize`. In another dtype one without offsets was rounded once; a difference is rounded to
+float32 first. Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h,
+https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c and
+https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation.codes import CodeFormat, Codes, codebook_values
+from foredraft.model.quantisation.scheme import (
+    METHOD,
+    TENSORS,
+    Quantisation,
+    SchemeRule,
+    TensorSpec,
+    WeightFormat,
+    exactly,
+    read_names,
+)
+from foredraft.model.tensor_names import Naming
+
+FILE = Path(__file__).with_name("grids.safetensors")
+POWERS = (1, 3, 9, 27, 81)  # of the digits of TQ1_0
+EIGHTHS = 8  # the codes of IQ1 are a point's numbers plus or minus an eighth, times this
+
+
+class Parts(NamedTuple):
+    """What blocks [B, bytes] hold: codes [B, ...], and scales [B, ...] of equal shares of them."""
+
+    codes: Tensor
+    scales: Tensor
+    steps: Tensor | None = None  # of nested scales, in two bytes
+    offsets: Tensor | None = None
+    offset_steps: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    values: int  # of a block
+    size: int  # its bytes
+    parts: Callable[[Tensor], Parts]  # of blocks [B, size] uint8
+    code_format: CodeFormat | None = None  # how the kernels keep it; None: it is expanded
+
+    def unpack(self, blocks: Tensor, rows: int, columns: int) -> Codes:
+        """Return the weight that blocks [B, size] uint8 make."""
+        found = self.parts(blocks)
+        group, nested = self.values // found.scales[0].numel(), found.steps is not None
+
+        def by_rows(numbers: Tensor | None, *, steps: bool = False) -> Tensor | None:
+            if numbers is None:
+                return None
+            numbers = float16(numbers) if steps else numbers.to(torch.int8) if nested else numbers
+            return numbers.reshape(rows, -1)
+
+        scales = by_rows(found.scales)
+        assert scales is not None
+        return Codes(
+            found.codes.to(torch.int8).reshape(rows, columns), scales, group, self.code_format,
+            steps=by_rows(found.steps, steps=True), offsets=by_rows(found.offsets),
+            offset_steps=by_rows(found.offset_steps, steps=True),
+        )  # fmt: skip
 
 
 def fields(packed: Tensor, bits: int) -> Tensor:
@@ -55,53 +110,19 @@ def uint32(stored: Tensor) -> Tensor:
     return low | (high << 16)
 
 
-Q4_0, Q4_1 = CodeFormat(4), CodeFormat(4, unsigned=True, offsets=True)
-Q5_0, Q5_1 = CodeFormat(5), CodeFormat(5, unsigned=True, offsets=True)
-Q8_0 = CodeFormat(8)
-IQ4_NL, MXFP4 = CodeFormat(4, codebook="iq4"), CodeFormat(4, codebook="mxfp4")
-POWERS = (1, 3, 9, 27, 81)  # of the digits of TQ1_0
+def behind(decode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Parts]:
+    """Return how blocks are unpacked that begin with d, a float16, and hold codes behind it."""
+    return lambda blocks: Parts(decode(blocks[:, 2:]), float16(blocks[:, :2]))
 
 
-def q4_0(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d float16, 32 codes of 4 bits, which are 8 too high."""
-    codes = fields(blocks[:, 2:], 4).to(torch.int8) - 8
-    return scaled(codes, float16(blocks[:, :2]), rows, columns, Q4_0)
+def above(decode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Parts]:
+    """Return how blocks are unpacked that begin with d and a minimum, and hold codes behind them."""
+    return lambda blocks: Parts(
+        decode(blocks[:, 4:]), float16(blocks[:, :2]), offsets=-float16(blocks[:, 2:4])
+    )
 
 
-def q4_1(blocks: Tensor, rows: int, columns: int) -> Codes:
-    codes = int8(fields(blocks[:, 4:], 4))
-    return _above(codes, float16(blocks[:, :4]), rows, columns, Q4_1)
-
-
-def q5_0(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d float16, the fifth bits of 32 codes, their low bits; codes are 16 too high."""
-    codes = _five_bits(blocks[:, 2:]) - 16
-    return scaled(codes, float16(blocks[:, :2]), rows, columns, Q5_0)
-
-
-def q5_1(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d and a minimum, float16; the fifth bits of 32 codes, their low bits."""
-    codes = _five_bits(blocks[:, 4:])
-    return _above(codes, float16(blocks[:, :4]), rows, columns, Q5_1)
-
-
-def q8_0(blocks: Tensor, rows: int, columns: int) -> Codes:
-    return scaled(int8(blocks[:, 2:]), float16(blocks[:, :2]), rows, columns, Q8_0)
-
-
-def q1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d float16, 128 bits in their order: 1 is d, and 0 is -d."""
-    codes = fields(blocks[:, 2:], 1).transpose(1, 2).to(torch.int8) * 2 - 1
-    return scaled(codes, float16(blocks[:, :2]), rows, columns)
-
-
-def q2_0(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d float16, 64 codes of 2 bits in their order, which are 1 too high."""
-    codes = fields(blocks[:, 2:], 2).transpose(1, 2).to(torch.int8) - 1
-    return scaled(codes, float16(blocks[:, :2]), rows, columns)
-
-
-def tq1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
+def tq1_0(blocks: Tensor) -> Parts:
     """Unpack 240 codes in 48 bytes, 16 codes in 4 bytes, d float16.
 
     A code is a digit of base 3, less 1. Five of them lie in a byte, as a fraction of 256: a digit is what
@@ -111,37 +132,31 @@ def tq1_0(blocks: Tensor, rows: int, columns: int) -> Codes:
     parts = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     left = torch.cat([(part[:, None] * powers[:digits]).flatten(1) for part, digits in parts], dim=1)
     codes = ((left.short() * 3) >> 8).to(torch.int8) - 1
-    return scaled(codes, float16(blocks[:, 52:]), rows, columns)
+    return Parts(codes, float16(blocks[:, 52:]))
 
 
-def tq2_0(blocks: Tensor, rows: int, columns: int) -> Codes:
+def tq2_0(blocks: Tensor) -> Parts:
     """Unpack two times 32 bytes with 128 codes of 2 bits, which are 1 too high; d float16."""
     codes = fields(blocks[:, :64].reshape(-1, 2, 32), 2).to(torch.int8) - 1
-    return scaled(codes, float16(blocks[:, 64:]), rows, columns)
+    return Parts(codes, float16(blocks[:, 64:]))
 
 
-def iq4_nl(blocks: Tensor, rows: int, columns: int) -> Codes:
-    """Unpack d float16, 32 numbers of 4 bits, which name codes of a book."""
-    codes = codebook_values("iq4", fields(blocks[:, 2:], 4))
-    return scaled(codes, float16(blocks[:, :2]), rows, columns, IQ4_NL)
-
-
-def mxfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
+def mxfp4(blocks: Tensor) -> Parts:
     """Unpack an exponent, 32 numbers of 4 bits, for codes twice their values; the scale fits bfloat16."""
     exponents = blocks[:, :1].int() - 128
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
     codes = codebook_values("mxfp4", fields(blocks[:, 1:], 4))
-    return scaled(codes, scales.bfloat16(), rows, columns, MXFP4)
+    return Parts(codes, scales.bfloat16())
 
 
-def nvfp4(blocks: Tensor, rows: int, columns: int) -> Codes:
+def nvfp4(blocks: Tensor) -> Parts:
     """Unpack 4 scales, float8_e4m3fn without a sign and with 0x7f for 0, 8 bytes for each as in MXFP4."""
     stored, eighth = blocks[:, :4].int(), 2.0**-3
     exponent, fraction = (stored >> 3) & 15, (stored & 7) * eighth
     values = torch.where(exponent == 0, fraction * 2.0**-6, torch.ldexp(1 + fraction, exponent - 7))
     scales = torch.where(stored == 0x7F, 0.0, values * 0.5)  # the codes are twice their values
     codes = codebook_values("mxfp4", fields(blocks[:, 4:].reshape(-1, 4, 8), 4))
-    return scaled(codes, scales, rows, columns)
+    return Parts(codes, scales)
 
 
 def _five_bits(packed: Tensor) -> Tensor:
@@ -150,34 +165,14 @@ def _five_bits(packed: Tensor) -> Tensor:
     return int8(fields(packed[:, 4:], 4).flatten(1) | (high << 4))
 
 
-def scaled(codes: Tensor, scales: Tensor, rows: int, columns: int, form: CodeFormat | None = None) -> Codes:
-    """Return a weight of codes [B, ...] and scales [B, ...] of equal shares of them."""
-    group = codes[0].numel() // scales.shape[1]
-    return Codes(codes.to(torch.int8).reshape(rows, columns), scales.reshape(rows, -1), group, form)
-
-
-def _above(codes: Tensor, numbers: Tensor, rows: int, columns: int, code_format: CodeFormat) -> Codes:
-    """Return a weight whose groups of codes have a scale and a minimum, [B, 2]."""
-    scales, minimums = (each.reshape(rows, -1).contiguous() for each in numbers.unbind(1))
-    return Codes(codes.reshape(rows, columns), scales, codes[0].numel(), code_format, offsets=-minimums)
-
-
-Q2_K = CodeFormat(2, group=16, unsigned=True, nested=True, offsets=True)
-Q3_K = CodeFormat(3, group=16, nested=True)
-Q4_K = CodeFormat(4, unsigned=True, nested=True, offsets=True)
-Q5_K = CodeFormat(5, unsigned=True, nested=True, offsets=True)
-Q6_K = CodeFormat(6, group=16, nested=True)
-IQ4_XS = CodeFormat(4, nested=True, codebook="iq4")
-
-
-def q2_k(blocks: Tensor, rows: int, columns: int) -> Codes:
+def q2_k(blocks: Tensor) -> Parts:
     """Unpack 16 bytes with a scale and a minimum of 4 bits each, two times 32 bytes of codes, d and dmin."""
     scales, minimums = fields(blocks[:, :16], 4).unbind(1)
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), 2)
-    return _nested(codes, scales, rows, columns, Q2_K, blocks[:, 80:82], minimums, blocks[:, 82:])
+    return Parts(codes, scales, blocks[:, 80:82], minimums, blocks[:, 82:])
 
 
-def q3_k(blocks: Tensor, rows: int, columns: int) -> Codes:
+def q3_k(blocks: Tensor) -> Parts:
     """Unpack 32 bytes of high bits, two times 32 bytes of low bits, 16 scales in 12 bytes, d.
 
     A code is 4 too high where its high bit is set, and right where it is not. The low 4 bits of the scales
@@ -186,39 +181,39 @@ def q3_k(blocks: Tensor, rows: int, columns: int) -> Codes:
     low = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).flatten(1)
     codes = (low | (fields(blocks[:, :32], 1).flatten(1) << 2)).to(torch.int8) - 4
     scales = fields(blocks[:, 96:104], 4).flatten(1) | (fields(blocks[:, 104:108], 2).flatten(1) << 4)
-    return _nested(codes, scales.to(torch.int8) - 32, rows, columns, Q3_K, blocks[:, 108:])
+    return Parts(codes, scales.to(torch.int8) - 32, blocks[:, 108:])
 
 
-def q4_k(blocks: Tensor, rows: int, columns: int) -> Codes:
+def q4_k(blocks: Tensor) -> Parts:
     """Unpack d and dmin, 8 scales and 8 minimums in 12 bytes, four times 32 bytes of codes."""
     scales, minimums = _six_bits(blocks[:, 4:16])
     codes = fields(blocks[:, 16:].reshape(-1, 4, 32), 4)
-    return _nested(codes, scales, rows, columns, Q4_K, blocks[:, :2], minimums, blocks[:, 2:4])
+    return Parts(codes, scales, blocks[:, :2], minimums, blocks[:, 2:4])
 
 
-def q5_k(blocks: Tensor, rows: int, columns: int) -> Codes:
+def q5_k(blocks: Tensor) -> Parts:
     """Unpack as `q4_k`, with 32 bytes of fifth bits before the codes."""
     scales, minimums = _six_bits(blocks[:, 4:16])
     low = fields(blocks[:, 48:].reshape(-1, 4, 32), 4).flatten(1)
     codes = low | (fields(blocks[:, 16:48], 1).flatten(1) << 4)
-    return _nested(codes, scales, rows, columns, Q5_K, blocks[:, :2], minimums, blocks[:, 2:4])
+    return Parts(codes, scales, blocks[:, :2], minimums, blocks[:, 2:4])
 
 
-def q6_k(blocks: Tensor, rows: int, columns: int) -> Codes:
+def q6_k(blocks: Tensor) -> Parts:
     """Unpack 2 times 64 bytes of low halves, 2 times 32 of 2 high bits, 16 scales, d; codes 32 too high."""
     low = fields(blocks[:, :128].reshape(-1, 2, 64), 4).flatten(1)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).flatten(1)
     codes = (low | (high << 4)).to(torch.int8) - 32
-    return _nested(codes, int8(blocks[:, 192:208]), rows, columns, Q6_K, blocks[:, 208:])
+    return Parts(codes, int8(blocks[:, 192:208]), blocks[:, 208:])
 
 
-def iq4_xs(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq4_xs(blocks: Tensor) -> Parts:
     """Unpack d, high 2 bits of 8 scales in 2 bytes, low 4 in 4, which are 32 too high, 8 times 16 bytes."""
     high = fields(blocks[:, 2:4], 2).transpose(1, 2).flatten(1)
     low = fields(blocks[:, 4:8], 4).transpose(1, 2).flatten(1)
     scales = (low | (high << 4)).to(torch.int8) - 32
-    codes = codebook_values("iq4", fields(blocks[:, 8:].reshape(-1, 8, 16), 4))
-    return _nested(codes, scales, rows, columns, IQ4_XS, blocks[:, :2])
+    codes = codebook_values(BOOK, fields(blocks[:, 8:].reshape(-1, 8, 16), 4))
+    return Parts(codes, scales, blocks[:, :2])
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,66 +227,43 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([high & 63, (mixed >> 4) | ((high >> 6) << 4)], dim=1)
 
 
-def _nested(
-    codes: Tensor,
-    scales: Tensor,
-    rows: int,
-    columns: int,
-    code_format: CodeFormat,
-    step: Tensor,
-    minimums: Tensor | None = None,
-    minimum_step: Tensor | None = None,
-) -> Codes:
-    """Return a weight of codes [B, ...] with scales and minimums [B, 256 / group], in steps of two bytes."""
-    codes, scales = int8(codes.reshape(rows, columns)), int8(scales.reshape(rows, -1))
-    found = Codes(codes, scales, code_format.group, code_format, steps=float16(step).view(rows, -1))
-    if minimums is None or minimum_step is None:
-        return found
-    offsets, offset_steps = int8(minimums.reshape(rows, -1)), float16(minimum_step).view(rows, -1)
-    return replace(found, offsets=offsets, offset_steps=offset_steps)
-
-
-FILE = Path(__file__).with_name("grids.safetensors")
-EIGHTHS = 8  # the codes of IQ1 are a point's numbers plus or minus an eighth, times this
-
-
-def iq2_xxs(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq2_xxs(blocks: Tensor) -> Parts:
     """Unpack d; for each 32 codes 4 bytes that name points, 4 times 7 bits for signs, 4 bits of scale."""
     stored = blocks[:, 2:].reshape(-1, 8, 8)
     more = uint32(stored[..., 4:])
     codes = _points("iq2_xxs", stored[..., :4]) * _packed_signs(more)
-    return scaled(codes, _halved(blocks[:, :2], more.flatten(1) >> 28, 0.25), rows, columns)
+    return Parts(codes, _halved(blocks[:, :2], more.flatten(1) >> 28, 0.25))
 
 
-def iq2_xs(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq2_xs(blocks: Tensor) -> Parts:
     """Unpack d, 32 numbers of 9 bits that name a point and 7 bits for signs, 16 scales of 4 bits."""
     stored = uint16(blocks[:, 2:66])
     codes = _points("iq2_xs", stored & 511) * _signs_of(stored >> 9)
-    return scaled(codes, _halved(blocks[:, :2], _in_order(blocks[:, 66:], 4), 0.25), rows, columns)
+    return Parts(codes, _halved(blocks[:, :2], _in_order(blocks[:, 66:], 4), 0.25))
 
 
-def iq2_s(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq2_s(blocks: Tensor) -> Parts:
     """Unpack d, 32 bytes that name points, 32 of signs, 2 more bits of each name, 16 scales of 4 bits."""
     names = blocks[:, 2:34].int() | (_in_order(blocks[:, 66:74], 2).int() << 8)
     codes = _points("iq2_s", names) * _signs(blocks[:, 34:66])
-    return scaled(codes, _halved(blocks[:, :2], _in_order(blocks[:, 74:], 4), 0.25), rows, columns)
+    return Parts(codes, _halved(blocks[:, :2], _in_order(blocks[:, 74:], 4), 0.25))
 
 
-def iq3_xxs(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq3_xxs(blocks: Tensor) -> Parts:
     """Unpack d, 64 bytes that name points; for each 32 codes 4 times 7 bits for signs, 4 bits of scale."""
     more = uint32(blocks[:, 66:])
     codes = _points("iq3_xxs", blocks[:, 2:66]).view(-1, 8, 4, 8) * _packed_signs(more)
-    return scaled(codes, _halved(blocks[:, :2], more >> 28, 0.5), rows, columns)
+    return Parts(codes, _halved(blocks[:, :2], more >> 28, 0.5))
 
 
-def iq3_s(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq3_s(blocks: Tensor) -> Parts:
     """Unpack d, 64 bytes that name points, a ninth bit of each name, 32 of signs, 8 scales of 4 bits."""
     names = blocks[:, 2:66].int() | (_in_order(blocks[:, 66:74], 1).int() << 8)
     codes = _points("iq3_s", names).view(-1, 32, 8) * _signs(blocks[:, 74:106])
-    return scaled(codes, _odd(float16(blocks[:, :2]), _in_order(blocks[:, 106:], 4)), rows, columns)
+    return Parts(codes, _odd(float16(blocks[:, :2]), _in_order(blocks[:, 106:], 4)))
 
 
-def iq1_s(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq1_s(blocks: Tensor) -> Parts:
     """Unpack d, 32 bytes that name points, and 8 numbers: 4 times 3 bits of a name, a scale, a sign.
 
     The sign is that of the eighth that all codes of the group have besides.
@@ -300,10 +272,10 @@ def iq1_s(blocks: Tensor, rows: int, columns: int) -> Codes:
     names = blocks[:, 2:34].int() | ((_threes(more) & 7) << 8).flatten(1)
     shifts = 1 - 2 * (more >> 15)
     codes = _points("iq1", names).view(-1, 8, 32) * EIGHTHS + shifts[..., None]
-    return scaled(codes, _odd(float16(blocks[:, :2]), (more >> 12) & 7) / EIGHTHS, rows, columns)
+    return Parts(codes, _odd(float16(blocks[:, :2]), (more >> 12) & 7) / EIGHTHS)
 
 
-def iq1_m(blocks: Tensor, rows: int, columns: int) -> Codes:
+def iq1_m(blocks: Tensor) -> Parts:
     """Unpack 32 bytes that name points, 4 bits for each: 3 of the name, an eighth's sign; 8 bytes of scales,
     d.
 
@@ -315,7 +287,7 @@ def iq1_m(blocks: Tensor, rows: int, columns: int) -> Codes:
     names = blocks[:, :32].int() | ((more & 7) << 8)
     codes = _points("iq1", names) * EIGHTHS + (1 - 2 * (more >> 3))[..., None]
     scales = _odd(d.short().view(torch.float16)[:, None], (_threes(stored) & 7).flatten(1))
-    return scaled(codes, scales / EIGHTHS, rows, columns)
+    return Parts(codes, scales / EIGHTHS)
 
 
 @functools.cache
@@ -362,3 +334,67 @@ def _halved(d: Tensor, numbers: Tensor, factor: float) -> Tensor:
 
 def _odd(d: Tensor, numbers: Tensor) -> Tensor:
     return d.float() * (numbers.float() * 2 + 1)
+
+
+BOOK = "iq4"
+BLOCKS: dict[str, BlockFormat] = {
+    "Q4_0": BlockFormat(32, 18, behind(lambda b: fields(b, 4).to(torch.int8) - 8), CodeFormat(4)),
+    "Q4_1": BlockFormat(32, 20, above(lambda b: fields(b, 4)), CodeFormat(4, unsigned=True, offsets=True)),
+    "Q5_0": BlockFormat(32, 22, behind(lambda b: _five_bits(b) - 16), CodeFormat(5)),
+    "Q5_1": BlockFormat(32, 24, above(lambda b: _five_bits(b)), CodeFormat(5, unsigned=True, offsets=True)),
+    "Q8_0": BlockFormat(32, 34, behind(int8), CodeFormat(8)),
+    "Q2_K": BlockFormat(256, 84, q2_k, CodeFormat(2, 16, unsigned=True, nested=True, offsets=True)),
+    "Q3_K": BlockFormat(256, 110, q3_k, CodeFormat(3, 16, nested=True)),
+    "Q4_K": BlockFormat(256, 144, q4_k, CodeFormat(4, unsigned=True, nested=True, offsets=True)),
+    "Q5_K": BlockFormat(256, 176, q5_k, CodeFormat(5, unsigned=True, nested=True, offsets=True)),
+    "Q6_K": BlockFormat(256, 210, q6_k, CodeFormat(6, 16, nested=True)),
+    "IQ4_NL": BlockFormat(
+        32, 18, behind(lambda b: codebook_values(BOOK, fields(b, 4))), CodeFormat(4, codebook="iq4")
+    ),
+    "IQ4_XS": BlockFormat(256, 136, iq4_xs, CodeFormat(4, nested=True, codebook="iq4")),
+    "MXFP4": BlockFormat(32, 17, mxfp4, CodeFormat(4, codebook="mxfp4")),
+    "NVFP4": BlockFormat(64, 36, nvfp4),
+    "IQ1_S": BlockFormat(256, 50, iq1_s),
+    "IQ1_M": BlockFormat(256, 56, iq1_m),
+    "IQ2_XXS": BlockFormat(256, 66, iq2_xxs),
+    "IQ2_XS": BlockFormat(256, 74, iq2_xs),
+    "IQ2_S": BlockFormat(256, 82, iq2_s),
+    "IQ3_XXS": BlockFormat(256, 98, iq3_xxs),
+    "IQ3_S": BlockFormat(256, 110, iq3_s),
+    "TQ1_0": BlockFormat(256, 54, tq1_0),
+    "TQ2_0": BlockFormat(256, 66, tq2_0),
+    "Q1_0": BlockFormat(128, 18, behind(lambda b: _in_order(b, 1).to(torch.int8) * 2 - 1)),
+    "Q2_0": BlockFormat(64, 18, behind(lambda b: _in_order(b, 2).to(torch.int8) - 1)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFormat(WeightFormat):
+    """A block format; `kind` is a key of `BLOCKS`."""
+
+    kind: str
+    by_rows: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        return BLOCKS[self.kind].code_format
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        return {"weight": TensorSpec(shape, (self.kind,))}
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        """Return the weight of which `tensors` has the bytes of each row, [M, bytes] uint8."""
+        block = BLOCKS[self.kind]
+        return block.unpack(tensors["weight"].reshape(-1, block.size), *shape)
+
+
+def read_gguf(read: ConfigReader, _: Naming) -> Quantisation:
+    listed = read.take(TENSORS)
+    if not isinstance(listed, dict) or not listed.keys() <= BLOCKS.keys():
+        raise read.error(TENSORS, f"it must be a JSON object of {', '.join(BLOCKS)}")
+    modules = ConfigReader(listed, f"{read.where}, {TENSORS}")
+    rules = [SchemeRule(exactly(read_names(modules, kind)), GGUFFormat(kind)) for kind in listed]
+    return Quantisation(METHOD, tuple(rules), embedding=True)
