@@ -29,7 +29,7 @@ from foredraft.cli.options import (
     OutputOptions,
 )
 from foredraft.cli.words import made_ready
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES
 from tests.cli.conftest import Cli
 
 Shown = Callable[[str], list[str]]

@@ -11,7 +11,7 @@ from foredraft import SamplingParams, demo
 from foredraft.decode.policy import Auto, ByRequest
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.errors import RequestError
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 

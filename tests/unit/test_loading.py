@@ -26,7 +26,7 @@ from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.plan_files import PlanFile, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.kernels.compilation import library
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading import load_for, options_for
 from foredraft.loading.checkpoints import find_target, read_draft
 from foredraft.model.spec import ModelSpec

@@ -14,7 +14,7 @@ from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
 from foredraft.decode.policy.base import target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from foredraft.loading.checkpoints import check_settings
 
 

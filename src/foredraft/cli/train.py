@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
@@ -185,7 +184,10 @@ def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
     check_places(html=output.html)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
-    train = _trainer(what)  # imports PyTorch, and so before signals wait for the next report
+    from foredraft.train.trainers import (
+        train,  # imports PyTorch, and so before signals wait for the next report
+    )
+
     try:
         with Interrupt() as interrupt:
 
@@ -213,16 +215,6 @@ def _page(what: str, result: Result, options: dict[str, Any]) -> str:
     from foredraft.train.training_checkpoints import FILE, whole_lines
 
     return training_page(what, result, whole_lines(Path(result.work) / FILE), options)
-
-
-def _trainer(what: str) -> Callable[..., Result]:
-    from foredraft.train.head_run import train_dflash, train_eagle3
-    from foredraft.train.trainers import train_adapter, train_draft
-
-    trainers: dict[str, Callable[..., Result]] = {
-        "adapter": train_adapter, "eagle3": train_eagle3, "dflash": train_dflash, "draft": train_draft,
-    }  # fmt: skip
-    return trainers[what]
 
 
 def _lines(what: str, result: Result, *, found: bool) -> list[str]:

@@ -27,7 +27,7 @@ from foredraft.cli.render import started
 from foredraft.cli.sections import NONE, Given, declared_in
 from foredraft.cli.words import print_error, read_prompts
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS
+from foredraft.kinds.tables import DRAFTERS
 from foredraft.verify import VerifySettings
 from foredraft.verify.verify_settings import ALL, DEFECTS, no_drafter
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foredraft.drafters.block_drafter import Chain
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.heads.block_head import BlockHead
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec
+from foredraft.drafters.heads.eagle3_head import Eagle3Head
 from foredraft.drafters.heads.record import map_of
 from foredraft.drafters.medusa import MedusaHeads
 from foredraft.model.attention import rope_tables
@@ -96,7 +96,7 @@ def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> DraftAcceptan
 def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
     """Return a head's logits [K, V] of a draft after each anchor."""
     record, decoder = head.record, head.target
-    count, spec = len(text.tokens), cache_spec(record)
+    count, spec = len(text.tokens), record.spec
     cache = KVCache(
         spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
     )

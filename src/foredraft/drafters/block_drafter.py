@@ -9,22 +9,15 @@ the block wrote to the cache lies behind the committed positions, and the next b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.block_head import BlockHead, load_block
-from foredraft.drafters.heads.gguf_files import knows_dflash, knows_dspark, read_block_head
-from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
-from foredraft.drafters.heads.products import TimedPass
-from foredraft.drafters.heads.record import map_of
-from foredraft.drafters.states import FoundReader, WaitingReader, WaitingStates
-from foredraft.model.attention import rope_tables
+from foredraft.drafters.heads.gguf_files import read_block_head
+from foredraft.drafters.heads.layers import HeadDrafter, TimedPass
+from foredraft.drafters.states import WaitingStates
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
 
 
@@ -82,24 +75,18 @@ class BlockPass(TimedPass):
             return FusedDraft(drafted, torch.ones_like(drafted, dtype=torch.bool), None)
 
 
-class BlockDrafter(WaitingReader):
+class BlockDrafter(HeadDrafter):
     """An autoregressive drafter over a block drafter's head and the target's states."""
 
-    read_files = staticmethod(read_block_head)
+    head: BlockHead
+    read_files, load = staticmethod(read_block_head), staticmethod(load_block)
 
     def __init__(self, target: Runner, cache: KVCache, head: BlockHead, planned: int | None = None) -> None:
-        record = head.record
-        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
-        super().__init__(record.aux_layers)
-        self.head, self.planned = head, planned
-        self.max_draft = self.longest_draft = record.drafts
-        self.cache = cache.aligned(record.spec)
-        self.caches = self.own = (self.cache,)
+        super().__init__(target, cache, head, planned)
+        self.max_draft = self.longest_draft = head.record.drafts
         self.draft_pass = BlockPass(target, head=head)
-        self.vocabulary = map_of(head.draft_vocab, target.decoder)
-        self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
         self._chain: Chain | None = None  # of the draft that is being made
-        self._expected = record.drafts  # tokens of the longest draft of the round
+        self._expected = head.record.drafts  # tokens of the longest draft of the round
 
     def expect(self, budgets: list[int]) -> None:
         self._expected = min(max(budgets), self.head.record.drafts)
@@ -148,21 +135,3 @@ class DSpark(BlockDrafter):
     """An autoregressive drafter whose slots follow each other."""
 
     name = "dspark"
-
-
-def _found(drafter: type[BlockDrafter], place: Path, target: Checkpoint) -> Found:
-    files, settings = with_settings(drafter.read_files(place), target.spec)
-    record = files.record
-    return FoundReader(
-        bytes=files.parameters * target.dtype.itemsize, planned=record.planned, longest_draft=record.drafts,
-        about=described_head(files, settings, f", blocks of {record.drafts}"),
-        specs=(record.spec,), dtype=target.dtype,
-        build=lambda parts: drafter(
-            parts.target, parts.cache, load_block(files, parts.target), record.planned
-        ),
-    )  # fmt: skip
-
-
-WHERE = "its folder or GGUF file"
-DFLASH_ASSET = HeadAsset("a DFlash head", WHERE, knows_dflash, partial(_found, DFlash))
-DSPARK_ASSET = HeadAsset("a DSpark head", WHERE, knows_dspark, partial(_found, DSpark))

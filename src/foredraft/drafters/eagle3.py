@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,27 +17,16 @@ from torch import Tensor
 
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.eagle3_files import is_eagle, is_eagle3, read_eagle
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec, load_eagle3
-from foredraft.drafters.heads.gguf_files import is_eagle3_gguf, read_head
-from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
-from foredraft.drafters.heads.products import TimedPass
-from foredraft.drafters.heads.record import map_of
-from foredraft.drafters.states import (
-    MAX_WAITING,
-    FoundReader,
-    WaitingReader,
-    WaitingStates,
-    keep,
-    kept,
-    states_spec,
-)
-from foredraft.model.attention import rope_tables
+from foredraft.drafters.heads.configs import read_eagle
+from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
+from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.layers import HeadDrafter, TimedPass
+from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, states_spec
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
+from foredraft.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +40,7 @@ class HeadPass(TimedPass):
         return repr(self.head.record)
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
-        batch, spec = len(starts), cache_spec(self.head.record)
+        batch, spec = len(starts), self.head.record.spec
         own, tables = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
         with torch.inference_mode():
             states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.dtype, device=own.device)
@@ -64,33 +51,31 @@ class HeadPass(TimedPass):
         kernels = self.head.kernels
         if kernels is None:
             return None
-        own, tables = self.scratch_of(cache, cache_spec(self.head.record), blocked=True)
+        own, tables = self.scratch_of(cache, self.head.record.spec, blocked=True)
         read = sum(len(inputs.tokens[row]) for row in inputs.active)
         states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.dtype)
         inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
         return kernels.draft(own, tables, inputs, states)[0]
 
 
-class Eagle3(WaitingReader):
+class Eagle3(HeadDrafter):
     """An autoregressive drafter over an EAGLE-3 head and the target's states."""
 
     name = "eagle3"
-    read_files = staticmethod(read_head)
+    head: Eagle3Head
+    read_files, load = staticmethod(read_head), staticmethod(load_eagle3)
 
     def __init__(self, target: Runner, cache: KVCache, head: Eagle3Head, planned: int | None = None) -> None:
-        record = head.record
-        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
-        super().__init__(record.aux_layers)
-        self.head, self.planned = head, planned
-        self.cache = cache.aligned(cache_spec(record), blocked=head.kernels is not None)
-        self.states = cache.aligned(states_spec(record.spec, record.spec.hidden_size))
-        self.caches = self.own = (self.cache, self.states)
+        super().__init__(target, cache, head, planned, blocked=head.kernels is not None)
+        self.states = self.own[1]
         self.draft_pass = HeadPass(target, head=head)
-        self.vocabulary = map_of(head.draft_vocab, target.decoder)
-        self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
         self._joined: dict[int, Sequence] = {}  # by sequence id
         self._stepped: dict[int, int] = {}  # sequence id -> positions in its row after the first step
         self._recurring: Tensor | None = None  # the states of the next pairs, [B, d]; None before a draft
+
+    @classmethod
+    def specs(cls, record: HeadRecord) -> tuple[ModelSpec, ...]:
+        return record.spec, states_spec(record.spec, record.spec.hidden_size)
 
     def join(self, sequence: Sequence) -> None:
         self._joined[sequence.id] = sequence
@@ -210,25 +195,3 @@ class Eagle(Eagle3):
 
     name = "eagle"
     read_files = staticmethod(read_eagle)
-
-
-def _found(drafter: type[Eagle3], place: Path, target: Checkpoint) -> Found:
-    files, settings = with_settings(drafter.read_files(place), target.spec)
-    record = files.record
-    return FoundReader(
-        bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
-        about=described_head(files, settings), dtype=target.dtype,
-        specs=(cache_spec(record), states_spec(record.spec, record.spec.hidden_size)),
-        build=lambda parts: drafter(
-            parts.target, parts.cache, load_eagle3(files, parts.target), record.planned
-        ),
-    )  # fmt: skip
-
-
-ASSET = HeadAsset(
-    "an EAGLE-3 head",
-    "its folder or GGUF file",
-    lambda place: is_eagle3(place) or is_eagle3_gguf(place),
-    partial(_found, Eagle3),
-)
-EAGLE_ASSET = HeadAsset("an EAGLE-1 or EAGLE-2 head", "its folder", is_eagle, partial(_found, Eagle))

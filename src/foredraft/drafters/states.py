@@ -18,8 +18,8 @@ from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Found
 from foredraft.model.cache import KVCache
-from foredraft.model.memory import on_host
-from foredraft.model.runner import FusedDraft, Resume
+from foredraft.model.memory import on_host, upload
+from foredraft.model.runner import FusedDraft, Resume, Runner
 from foredraft.model.spec import ModelSpec
 
 
@@ -191,6 +191,26 @@ class WaitingReader(StateReader):
     def leave(self, sequence: Sequence) -> None:
         super().leave(sequence)
         self._waiting.drop(sequence)
+
+
+class LastStateReader(StateReader):
+    """A reader of the target's last states, which go to its cache as they come."""
+
+    def __init__(self, target: Runner, cache: KVCache) -> None:
+        spec = target.decoder.spec
+        self.aux_layers = (spec.layers,)
+        self.states = cache.aligned(states_spec(spec, spec.hidden_size))
+        self.caches = self.own = (self.states,)
+
+    @torch.inference_mode()
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        keep(self.states, sequence.row, start, states[self.aux_layers[0]])
+
+    def states_before(self, starts: Seq[int]) -> Tensor:
+        """Return the state before each position, [B, hidden]; any for position 0, which has none."""
+        device = self.states.device
+        positions = upload([max(0, start - 1) for start in starts], device)
+        return kept(self.states, torch.arange(len(starts), device=device), positions)
 
 
 @dataclass(frozen=True, kw_only=True)

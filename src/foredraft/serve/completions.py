@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 import foredraft
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.stats import Stats
-from foredraft.kinds import PREDICTION
+from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.output import Output, Piece
 from foredraft.serve.blocks import BlockEvent
 from foredraft.serve.problems import Error, LengthFields, Problem, check_output

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
+from foredraft.kinds.tables import DRAFTERS, POLICIES, PREDICTION
 from foredraft.pages.origins import ORIGINS, stylesheet
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.problems import Error

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.heads.block_files import MARKOV, BlockFiles
-from foredraft.drafters.heads.eagle3_head import ATTENDED, HeadBuilder, draft_vocab_of
-from foredraft.drafters.heads.products import head_context, packed_product
+from foredraft.drafters.heads.head_files import JOINTS, MARKOV, HeadFiles
+from foredraft.drafters.heads.layers import ATTENDED, HeadBuilder, head_context, load_head
 from foredraft.drafters.heads.record import BlockRecord
 from foredraft.model.attention import additive_mask, at_columns, attend, inject
 from foredraft.model.cache import KVCache
@@ -38,6 +35,10 @@ class Projections:
 
     queries: Product
     keys_values: Product
+
+    @classmethod
+    def of(cls, builder: HeadBuilder, names: Sequence[str]) -> Self:
+        return cls(builder.linear(names[0]), builder.linear(*names[1:]))
 
     @property
     def bias(self) -> Tensor | None:
@@ -64,6 +65,16 @@ class Markov:
     embedding: Tensor  # of the token before, [V, r]
     output: Product  # from r to the head's draft vocabulary
     joint: Product | None = None  # the gate, or the cell of the recurrent form; None in the plain form
+
+    @classmethod
+    def of(cls, builder: HeadBuilder, form: str | None) -> Self | None:
+        if form is None:
+            return None
+        embedding, output = (
+            builder.load([f"{MARKOV}.markov_w1.weight"]),
+            builder.linear(f"{MARKOV}.markov_w2"),
+        )
+        return cls(form, embedding, output, builder.linear(JOINTS[form][0]) if form in JOINTS else None)
 
     def __call__(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the bias [B, draft_vocab] float32 of a slot behind `before`, and the next state [B, r]."""
@@ -98,6 +109,17 @@ class BlockHead:
     draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
     embedding: Tensor | None  # its own embedding [V, d]; None: the target's
     markov: Markov | None = None  # the bias of the token before; None for none
+
+    @classmethod
+    def of(cls, builder: HeadBuilder) -> Self:
+        record = cast(BlockRecord, builder.record)
+        builder = replace(builder, projections=Projections.of)
+        return cls(
+            record=record, target=builder.target, fc=builder.linear("fc"),
+            context_norm=builder.norm("hidden_norm"), layers=builder.layers(), norm=builder.norm("norm"),
+            output=builder.output(), draft_vocab=builder.draft_vocab, embedding=builder.embedding(),
+            markov=Markov.of(builder, record.markov),
+        )  # fmt: skip
 
     def read_as(self, record: BlockRecord) -> BlockHead:
         return replace(self, record=record)
@@ -194,48 +216,6 @@ class BlockHead:
         return masks
 
 
-def load_block(files: BlockFiles, target: Runner) -> BlockHead:
+def load_block(files: HeadFiles[BlockRecord], target: Runner) -> BlockHead:
     """Read the weights of a head, in the target's dtype."""
-    decoder, record = target.decoder, files.record
-    with ExitStack() as stack:
-        tensors = files.open(stack, decoder.device, decoder.dtype)
-        builder = BlockBuilder(record, files.shapes, tensors, decoder, partial(packed_product, target))
-        return builder.block_head(record, draft_vocab_of(files, tensors))
-
-
-class BlockBuilder(HeadBuilder):
-    def block_head(self, record: BlockRecord, draft_vocab: Tensor | None) -> BlockHead:
-        return BlockHead(
-            record=record,
-            target=self.target,
-            fc=self.linear({"fc": record.spec.hidden_size}),
-            context_norm=self.norm("hidden_norm"),
-            layers=tuple(self.layer(index) for index in range(record.spec.layers)),
-            norm=self.norm("norm"),
-            output=self.output(draft_vocab),
-            draft_vocab=draft_vocab,
-            embedding=self.embedding(),
-            markov=self.markov(record),
-        )
-
-    def projections(self, names: dict[str, int]) -> Product:
-        bias = self.record.spec.qkv_bias
-        queries, *rest = names
-        return Projections(
-            self.linear({queries: names[queries]}, bias), self.linear({n: names[n] for n in rest}, bias)
-        )
-
-    def markov(self, record: BlockRecord) -> Markov | None:
-        if record.markov is None:
-            return None
-        name = f"{MARKOV}.markov_w1.weight"
-        joint = {"gated": "gate_proj", "rnn": "joint_proj"}.get(record.markov)
-        rows = (
-            {} if joint is None else {f"{MARKOV}.{joint}": record.markov_rank * (3 if joint[0] == "j" else 1)}
-        )
-        return Markov(
-            form=record.markov,
-            embedding=self.tensors.load({name: self.shapes[name]}),
-            output=self.linear({f"{MARKOV}.markov_w2": record.draft_vocab_size}),
-            joint=self.linear(rows, bias=True) if rows else None,
-        )
+    return load_head(files, target, BlockHead.of)

@@ -3,57 +3,101 @@
 It reads pairs: a state of the target, and the embedding of the token after it. EAGLE-3's state is the joined
 auxiliary states through `fc`, and the residual; EAGLE-1 and 2 join the target's last, normed state and the
 embedding by `fc`. What leaves the last layer recurs, and gives logits. A pair lies at its token's position;
-slot 0 is empty, and masked.
+slot 0 is empty, and masked. The bits of a pair's state depend on no other pair of the pass, so a fused draft
+draws what single steps draw.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.heads.eagle3_files import (
-    D2T,
-    EMBEDDING,
-    HEAD,
-    T2D,
-    Eagle3Files,
-    HeadSource,
-    HeadTensors,
-    layer_name,
-)
-from foredraft.drafters.heads.products import EagleKernels, HeadWeights, head_context, packed_product
-from foredraft.drafters.heads.record import HeadRecord, draft_ids
+from foredraft.drafters.heads.head_files import HeadFiles
+from foredraft.drafters.heads.layers import ATTENDED, HeadBuilder, PairNorm, head_context, load_head
+from foredraft.drafters.heads.record import HeadRecord
 from foredraft.model.attention import ForwardContext, at_columns, attend
-from foredraft.model.cache import KVCache
-from foredraft.model.checkpoint import Shapes
-from foredraft.model.decoder import MLP, Attention, Decoder, Layer, finish, project
-from foredraft.model.layers import PairInputs, Product, RMSNorm
+from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.decoder import Decoder, Layer, finish, project
+from foredraft.model.layer_geometry import Plan
+from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
+from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner import Runner
-from foredraft.model.runner.native import is_native
+from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Runner
+from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
 from foredraft.model.spec import ModelSpec
-
-ATTENDED = 64  # attended lengths are multiples of it, so that operators see few shapes
 
 
 @dataclass(frozen=True, slots=True)
-class PairNorm:
-    """The norms that enter the first layer: of the embedding and of the state, side by side."""
+class HeadWeights:
+    """The weights of a head, as the kernels take a decoder's."""
 
-    embedding: RMSNorm
-    state: RMSNorm
+    spec: ModelSpec
+    dtype: torch.dtype
+    embedding: Tensor | RowSource
+    layers: tuple[Layer, ...]
+    norm: Norm | None
+    output: Product
+    embedding_scale: None = None
+    learned_positions: None = None
+    inputs: LayerInputs | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        embedding, state = x.chunk(2, -1)
-        return torch.cat([self.embedding(embedding), self.state(state)], -1)
+    @property
+    def products(self) -> list[Product]:
+        return [*(product for layer in self.layers for product in layer.products), self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class EagleKernels:
+    backend: NativeBackend  # runs it
+    plan: Plan  # all of its sub-layers
+    draft_vocab: DraftVocab | None  # None where it can draft all ids of the target
+
+    @classmethod
+    def of(cls, weights: HeadWeights, pairs: PairInputs, draft_vocab: Tensor | None) -> Self | None:
+        """Return what runs a head over the ids `draft_vocab`, or over all; None where operators have to."""
+        if unserved_because(weights.spec, torch.device("cpu"), weights.dtype) is not None:
+            return None
+        backend = NativeBackend.of(weights, pairs)
+        if backend is None:
+            return None
+        own = None if draft_vocab is None else DraftVocab(draft_vocab, weights.spec.vocab_size)
+        return cls(backend, Plan.full(weights.spec.layers), own)
+
+    def run(
+        self,
+        cache: CacheLayers,
+        tables: dict[Rope, Tensor],
+        tokens: Tensor,
+        states: Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        first_row: int,
+    ) -> Tensor:
+        """Run the layers over pairs; arguments and result as `Eagle3Head.run`. Keys lie in blocks."""
+        (batch, width), rows = tokens.shape, enumerate(zip(starts, counts, strict=True), first_row)
+        groups = [(row, start, count, start) for row, (start, count) in rows if count]
+        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+        real = None if len(columns) == batch * width else upload(columns, cache.device)
+        ids, x = tokens.flatten(), states.reshape(batch * width, -1)
+        ids, x = (ids.contiguous(), x.clone()) if real is None else (ids[real], x[real])
+        self.backend.use_rotary_tables(tables)
+        self.backend.forward(ids, x, cache, groups, self.plan, 0, len(self.plan.attention))
+        return at_columns(x, real, batch * width).view(batch, width, -1)
+
+    def draft(
+        self, cache: CacheLayers, tables: dict[Rope, Tensor], inputs: DraftInputs, states: Tensor
+    ) -> tuple[FusedDraft, Tensor]:
+        """Take all steps of a draft in one call, from the states [N, d] of its first pairs."""
+        left = states.new_zeros(len(inputs.lengths), states.shape[1])
+        self.backend.use_rotary_tables(tables)
+        pairs, inputs = PairDraft(states.contiguous(), left), replace(inputs, draft_vocab=self.draft_vocab)
+        return self.backend.draft(cache, inputs, self.plan, None, pairs), left
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +114,17 @@ class Eagle3Head:
     draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
     embedding: Tensor | None  # its own embedding [V, d]; None: the target's
     kernels: EagleKernels | None = None  # run its layers; None: PyTorch's operators do
+
+    @classmethod
+    def of(cls, builder: HeadBuilder) -> Self:
+        record = builder.record
+        count = len(record.aux_layers or ()) if record.fc_norm else 0
+        names = ["input_norm"] if record.norm_before_fc else [f"fc_norm.{at}" for at in range(count)]
+        return cls(
+            record=record, target=builder.target, aux_norms=tuple(map(builder.norm, names)),
+            fc=builder.linear("fc"), layers=builder.layers(), norm=builder.norm_if_there("norm"),
+            output=builder.output(), draft_vocab=builder.draft_vocab, embedding=builder.embedding(),
+        )  # fmt: skip
 
     def by_kernels(self) -> Eagle3Head:
         """Return the head run by the C kernels where they run its target and have its weights."""
@@ -180,124 +235,7 @@ class Eagle3Head:
         return replace(context, masks=masks)
 
 
-def cache_spec(record: HeadRecord) -> ModelSpec:
-    return record.spec
-
-
-def load_eagle3(files: Eagle3Files, target: Runner) -> Eagle3Head:
+def load_eagle3(files: HeadFiles[HeadRecord], target: Runner) -> Eagle3Head:
     """Read the weights of a head, in the target's dtype."""
-    decoder = target.decoder
-    with ExitStack() as stack:
-        tensors = files.open(stack, decoder.device, decoder.dtype)
-        product = partial(packed_product, target)
-        builder = HeadBuilder(files.record, files.shapes, tensors, decoder, product)
-        head = builder.head(draft_vocab_of(files, tensors))
+    head = load_head(files, target, Eagle3Head.of)
     return head.by_kernels() if target.by_kernels else head
-
-
-def draft_vocab_of(files: Eagle3Files, tensors: HeadSource) -> Tensor | None:
-    """Return the target's ids that a head can draft, [draft_vocab]; None where output i is id i."""
-    record, dtypes = files.record, ("I64", "I32", "BOOL", "U8")
-    d2t, t2d = (
-        tensors.view(name, files.shapes[name], dtypes).long().clone() if name in files.shapes else None
-        for name in (D2T, T2D)
-    )
-    return draft_ids(
-        str(files.folder), record.draft_vocab_size, record.spec.vocab_size, d2t, t2d,
-        absolute=record.absolute_d2t,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class HeadBuilder:
-    """Builds a head of its tensors: of a file to decode with, or of parameters to train."""
-
-    record: HeadRecord  # the head
-    shapes: Shapes  # the shape of each of its tensors, by name
-    tensors: HeadTensors  # gives them
-    target: Decoder  # the target's decoder
-    product: Callable[[Tensor, Tensor | None], Product]  # makes a linear layer of weight [M, K] and bias [M]
-
-    def head(self, draft_vocab: Tensor | None) -> Eagle3Head:
-        return Eagle3Head(
-            record=self.record,
-            target=self.target,
-            aux_norms=self.aux_norms(),
-            fc=self.linear({"fc": self.record.spec.hidden_size}, "fc.bias" in self.shapes),
-            layers=tuple(self.layer(index) for index in range(self.record.spec.layers)),
-            norm=None if self.record.pair_fc else self.norm("norm"),
-            output=self.output(draft_vocab),
-            draft_vocab=draft_vocab,
-            embedding=self.embedding(),
-        )
-
-    def norm(self, name: str) -> RMSNorm:
-        weight = f"{name}.weight"
-        return RMSNorm(self.tensors.load({weight: self.shapes[weight]}), self.record.spec.norm_eps)
-
-    def aux_norms(self) -> tuple[RMSNorm, ...]:
-        if self.record.norm_before_fc:
-            return (self.norm("input_norm"),)
-        aux_layers = self.record.aux_layers or ()
-        return tuple(self.norm(f"fc_norm.{i}") for i in range(len(aux_layers))) if self.record.fc_norm else ()
-
-    def linear(self, names: dict[str, int], bias: bool = False) -> Product:
-        """Return one linear layer, joined from the named ones with their numbers of rows."""
-        shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in names}
-        weight = self.tensors.load(shapes)
-        biases = {f"{name}.bias": (rows,) for name, rows in names.items()}
-        return self.product(weight, self.tensors.load(biases) if bias else None)
-
-    def layer(self, index: int) -> Layer:
-        spec, name = self.record.spec, layer_name(self.record, index)
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        keys = spec.kv_heads * spec.head_dim
-        norm: Callable[[Tensor], Tensor] | None = None
-        if index or not self.record.pair_fc:
-            norm = self.norm(f"{name}.input_layernorm")
-        if norm is not None and f"{name}.hidden_norm.weight" in self.shapes:
-            norm = PairNorm(cast(RMSNorm, norm), self.norm(f"{name}.hidden_norm"))
-        rows = {"q_proj": spec.heads * spec.head_dim, "k_proj": keys, "v_proj": keys}
-        return Layer(
-            Attention(
-                norm=cast(RMSNorm, norm),
-                qkv=self.projections({f"{attention}.{each}": count for each, count in rows.items()}),
-                output=self.linear({f"{attention}.o_proj": spec.hidden_size}, spec.output_bias),
-                q_norm=self.norm(f"{attention}.q_norm") if spec.head_norms else None,
-                k_norm=self.norm(f"{attention}.k_norm") if spec.head_norms else None,
-            ),
-            MLP(
-                norm=self.norm(f"{name}.post_attention_layernorm"),
-                gate_up=self.linear(
-                    {f"{mlp}.{each}_proj": spec.intermediate_size for each in ("gate", "up")}, spec.mlp_bias
-                ),
-                down=self.linear({f"{mlp}.down_proj": spec.hidden_size}, spec.mlp_bias),
-            ),
-        )
-
-    def projections(self, names: dict[str, int]) -> Product:
-        return self.linear(names, self.record.spec.qkv_bias)
-
-    def output(self, ids: Tensor | None) -> Product:
-        """Return the head: its own, or the target's rows of its draft vocabulary."""
-        if self.record.own_head:
-            return self.linear({HEAD.removesuffix(".weight"): self.record.draft_vocab_size})
-        decoder = self.target
-        head = decoder.output
-        if ids is None:
-            return head
-        if is_native(head):
-            return self.product(head.rows(ids), None)
-        return self.product(decoder.embedding_rows(ids) if decoder.spec.tied else head.dense()[ids], None)
-
-    def embedding(self) -> Tensor | None:
-        """Return its own embedding; None where that is the target's, to the bit, or is not there."""
-        if not self.record.own_embedding:
-            return None
-        own = self.tensors.load({EMBEDDING: self.shapes[EMBEDDING]})
-        decoder = self.target
-        if own.shape[1] != decoder.spec.hidden_size:
-            return own
-        ids = torch.arange(len(own), device=own.device)
-        same = all(torch.equal(decoder.embedding_rows(part), own[part]) for part in torch.split(ids, 4096))
-        return None if same else own

@@ -7,22 +7,17 @@ safetensors files of EAGLE-3 `d2t` holds offsets: output i is the target's id i 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.errors import CheckpointError
-from foredraft.model.config import read_json
 from foredraft.model.decoder import Decoder
-from foredraft.model.hub import weights_to_come
-from foredraft.model.spec import CONFIG, ModelSpec
-
-REMEDY = "take both maps from one head"
+from foredraft.model.spec import ModelSpec
 
 
 def draft_ids(
@@ -43,20 +38,19 @@ def draft_ids(
     """
     if d2t is None:
         return None
-    places = torch.arange(count)
+    places, remedy = torch.arange(count), "take both maps from one head"
     ids, offsets = d2t.cpu(), places + d2t.cpu()
     relative = [offsets] if t2d is None else [offsets, ids]
     readings = {True: [ids], None: [ids, offsets], False: relative}[absolute]
     sound = [each for each in readings if _is_sound(each, vocabulary)]
     if not sound:
-        raise CheckpointError(
-            f"{where}: {name} does not give {count} different token ids below {vocabulary}", remedy=REMEDY
-        )
+        problem = f"{where}: {name} does not give {count} different token ids below {vocabulary}"
+        raise CheckpointError(problem, remedy=remedy)
     if t2d is not None:
         marked = t2d.cpu().nonzero().flatten()
         sound = [each for each in sound if torch.equal(each.sort().values, marked)]
         if not sound:
-            raise CheckpointError(f"{where}: {name} and t2d name different token ids", remedy=REMEDY)
+            raise CheckpointError(f"{where}: {name} and t2d name different token ids", remedy=remedy)
     if count == vocabulary and torch.equal(sound[0], places):
         return None
     return sound[0].to(d2t.device)
@@ -107,42 +101,52 @@ class HeadRecord:
         """The tokens of a draft that every setting which the doctor tries can give; None for any number."""
         return None
 
+    @property
+    def about(self) -> str:
+        """What `info` says behind its layers."""
+        return ""
+
+    @property
+    def longest_draft(self) -> int:
+        """As `Drafter.longest_draft`."""
+        return 0
+
     def windowed(self, window: int) -> Self:
         """Return the record with a window of so many positions in every layer."""
         return replace(self, spec=replace(self.spec, windows=(window,) * self.spec.layers))
 
     def for_target(self, target: ModelSpec, name: str) -> Self:
         """Return the record with its layers, after checking that the head is for this target."""
+        usual = (target.layers,) if self.pair_fc else default_aux_layers(target.layers)
+        checked = self if self.aux_layers is not None else replace(self, aux_layers=usual)
         made_for = "" if self.verifier is None else f" (its config names {self.verifier})"
-        remedy = f"give a head of this target{made_for}"
+        for problem, remedy in checked.mismatches(target):
+            remedy = remedy or f"give a head of this target{made_for}"
+            raise CheckpointError(f"{name} {problem}", remedy=remedy)
+        return checked
+
+    def mismatches(self, target: ModelSpec) -> Iterator[tuple[str, str]]:
+        """Yield why the head is not for a target, and the remedy, "" for the usual one."""
         for what, own, of_target in (
             ("hidden size", self.target_size, target.hidden_size),
             ("vocabulary", self.spec.vocab_size, target.vocab_size),
         ):
             if own != of_target:
-                raise CheckpointError(
-                    f"{name} is for a target of {what} {own}, but the target's is {of_target}", remedy=remedy
-                )
+                yield f"is for a target of {what} {own}, but the target's is {of_target}", ""
         size = self.spec.hidden_size
         for tensor, part, has_own in (
             ("embed_tokens", "embedding", self.own_embedding),
             ("lm_head", "head", self.own_head),
         ):
             if not has_own and size != target.hidden_size:
-                raise CheckpointError(
-                    f"{name} has no {tensor}.weight, and its hidden size {size} is not that of the target's"
-                    f" {part}, {target.hidden_size}",
-                    remedy=remedy,
-                )
-        usual = (target.layers,) if self.pair_fc else default_aux_layers(target.layers)
-        aux_layers = usual if self.aux_layers is None else self.aux_layers
-        beyond = [layer for layer in aux_layers if not 0 <= layer <= target.layers]
-        if beyond:
-            raise CheckpointError(
-                f"{name} reads the target after layer {beyond[0]}, but the target has {target.layers} layers",
-                remedy=remedy,
-            )
-        return replace(self, aux_layers=aux_layers)
+                its = f"its hidden size {size} is not that of the target's {part}, {target.hidden_size}"
+                yield f"has no {tensor}.weight, and {its}", ""
+        for layer in self.aux_layers or ():
+            if not 0 <= layer <= target.layers:
+                yield f"reads the target after layer {layer}, but the target has {target.layers} layers", ""
+
+
+Record = TypeVar("Record", bound=HeadRecord)
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
@@ -153,49 +157,6 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
         (2, 16, 29)
     """
     return 2, layers // 2, layers - 3
-
-
-def config_of(place: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; an empty one where there is none that can be read."""
-    try:
-        return read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
-    except CheckpointError:
-        return {}
-
-
-def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    names = config.get("architectures")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of unquantized weights
-
-
-def has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
-
-
-def not_downloaded(head: Path) -> bool:
-    """Return whether a head is a folder of the hub's cache whose weights were not fetched."""
-    return head.is_dir() and not has_weights(head) and _pickle(head) is None and weights_to_come(head)
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raise CheckpointError where the weights in a folder are pickles alone; none is ever read."""
-    pickle = _pickle(folder)
-    if pickle is not None:
-        raise CheckpointError(
-            f"{pickle} is a pickle, which can run any program when it is read, so it is not read",
-            remedy="convert it to model.safetensors, or give a copy of the head in that format",
-        )
-
-
-def _pickle(folder: Path) -> Path | None:
-    """Return a pickle of a folder that has no weights in another format; None for other folders."""
-    if has_weights(folder):
-        return None
-    return next((file for pattern in PICKLES for file in sorted(folder.glob(pattern))), None)
 
 
 MARKOV_FORMS = ("vanilla", "gated", "rnn")
@@ -237,24 +198,26 @@ class BlockRecord(HeadRecord):
     def tried_length(self) -> int | None:
         return max(1, self.block - 1)
 
+    @property
+    def about(self) -> str:
+        return f", blocks of {self.drafts}"
+
+    @property
+    def longest_draft(self) -> int:
+        return self.drafts
+
     def windowed(self, window: int) -> Self:
         spec = replace(self.spec, windows=(window,) * self.spec.layers)
         causal = self.causal_windows if any(self.spec.windows) else self.causal
         return replace(self, spec=spec, causal_windows=causal)
 
-    def for_target(self, target: ModelSpec, name: str) -> Self:
-        checked = HeadRecord.for_target(self, target, name)
+    def mismatches(self, target: ModelSpec) -> Iterator[tuple[str, str]]:
+        yield from HeadRecord.mismatches(self, target)
         if self.target_layers not in (None, target.layers):
-            raise CheckpointError(
-                f"{name} is for a target of {self.target_layers} layers, but the target has {target.layers}",
-                remedy="give a head of this target",
-            )
-        if self.last_is_normed and target.layers in (checked.aux_layers or ()):
-            raise CheckpointError(
-                f"{name} reads the target's last state after its norm, which is not supported",
-                remedy="give a head that reads the target before its last layer",
-            )
-        return checked
+            yield f"is for a target of {self.target_layers} layers, but the target has {target.layers}", ""
+        if self.last_is_normed and target.layers in (self.aux_layers or ()):
+            remedy = "give a head that reads the target before its last layer"
+            yield "reads the target's last state after its norm, which is not supported", remedy
 
 
 def spread_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
