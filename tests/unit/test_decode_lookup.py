@@ -20,7 +20,8 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.lookup import CONFIDENCE, Lookup, NGramIndex
+from foredraft.drafters.lookup import CONFIDENCE, Lookup
+from foredraft.drafters.recent_texts import TextIndex
 from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.parts import NoRepeat
 
@@ -38,24 +39,29 @@ def search(text: list[int], longest: int, most: int) -> list[int]:
     return []
 
 
+def continuation(index: TextIndex, text: list[int], most: int) -> list[int]:
+    found = index.search(text[-9:], most, occurrences=1).continuations
+    return found[0] if found else []
+
+
 @given(tokens, st.integers(1, 4), st.integers(0, 6))
 def test_the_index_agrees_with_a_search(text: list[int], longest: int, most: int) -> None:
-    index = NGramIndex(longest)
+    index = TextIndex(range(1, longest + 1))
     for end, token in enumerate(text, 1):
         index.extend([token])
-        assert index.continuation(most) == search(text[:end], longest, most)
+        assert continuation(index, text[:end], most) == search(text[:end], longest, most)
 
 
 @given(tokens, st.integers(1, 4), st.data())
 def test_a_rewound_index_agrees_with_a_search(text: list[int], longest: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, len(text)))
-    index = NGramIndex(longest, text[:first])
-    index.extend(text[first:])
+    index = TextIndex(range(1, longest + 1))
+    index.extend(text)
     for _ in range(3):
-        index.match()
-        index.rewind(data.draw(st.integers(0, len(index.tokens))))
-        index.extend(data.draw(tokens))
-        assert index.continuation(5) == search(index.tokens, longest, 5)
+        end, more = data.draw(st.integers(0, len(text))), data.draw(tokens)
+        index.rewind(end)
+        index.extend(more)
+        text = [*text[:end], *more]
+        assert continuation(index, text, 5) == search(text, longest, 5)
 
 
 def matching(text: list[int], place: int) -> int:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foredraft.decode.drafter import ModelFreeDrafter
+from foredraft.decode.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, is_no_file, write_whole
 from foredraft.model.checkpoint import Checkpoint
@@ -145,20 +147,20 @@ class TextIndex:
             begin += 1 + count
         return texts
 
-    def search(self, tail: Seq[int], most: int) -> Matches:
-        """Find where the longest suffix of `tail` occurred that a search of some occurrences finds."""
+    def search(self, tail: Seq[int], most: int, *, occurrences: int = OCCURRENCES) -> Matches:
+        """Find where the longest suffix of `tail` occurred that a search of the latest occurrences finds."""
         end = array("i", tail)
         for table in self._tables:
-            length, places = self._longest(table, end)
+            length, places = self._longest(table, end, occurrences)
             if length:
                 return Matches(length, [self._continuation(place, most) for place in places])
         return Matches(0, [])
 
-    def _longest(self, table: _Runs, tail: array[int]) -> tuple[int, list[int]]:
+    def _longest(self, table: _Runs, tail: array[int], occurrences: int) -> tuple[int, list[int]]:
         """Return the most equal tokens before places of the tail's last run, and the places with so many."""
         best, places = 0, list[int]()
         place = table.latest.get(hash(tuple(tail[-table.n :])), NOWHERE)
-        for _ in range(OCCURRENCES):
+        for _ in range(occurrences):
             if place < self._first:  # it is NOWHERE, or was dropped
                 break
             length = self._equal_before(place - self._held, tail, table.n)
@@ -185,6 +187,28 @@ class TextIndex:
         at = place - self._held
         tokens = self._tokens[at : at + most].tolist()
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
+
+
+class IndexedDrafter(ModelFreeDrafter):
+    """A drafter with an index of each sequence's own text."""
+
+    def __init__(self, runs: Seq[int]) -> None:
+        self.runs = runs  # tokens of the runs that have tables
+        self.indices: dict[int, TextIndex] = {}  # by sequence id
+
+    def join(self, sequence: Sequence) -> None:
+        index = self.indices[sequence.id] = TextIndex(self.runs)
+        index.extend(sequence.tokens)
+
+    def rewind(self, sequence: Sequence) -> None:
+        # Text only grows, or is a prefix of what it was after a ban's rollback.
+        index = self.indices[sequence.id]
+        common = min(index.end, len(sequence.tokens))
+        index.rewind(common)
+        index.extend(sequence.tokens[common:])
+
+    def leave(self, sequence: Sequence) -> None:
+        self.indices.pop(sequence.id, None)
 
 
 RUNS = (8, 3)  # tokens of the runs that have tables; one token or two say little about another text
