@@ -23,8 +23,7 @@ from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.scheduler import Rows, Scheduler
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.recent_texts import TextIndex
 from foredraft.drafters.states import KnownStates
 from foredraft.model.runner import Resume

@@ -20,7 +20,7 @@ from foredraft.decode.policy import Auto, Candidates, CostTable, Decision, Polic
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel, VocabularyMap
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.recent_texts import RecentTexts, TextsFile
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.suffix import Suffix

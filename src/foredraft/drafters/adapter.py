@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from foredraft.drafters.asset import ADAPTER_KINDS, WITH_MLP
+from foredraft.drafters.asset import ADAPTER_KINDS, WITH_MLP, any_kept, hash_of_base, say_made_for_base
 from foredraft.drafters.strict_records import MEASURED, Bound, Count, StrictRecord
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.files import replacing_folder
-from foredraft.model.checkpoint import first_values, identity
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.model.checkpoint import Checkpoint, first_values, identity
+from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Norm, Product
 from foredraft.model.lora.lora_config import base_of
@@ -68,14 +68,16 @@ class AdapterConfig:
         head = "" if self.draft_vocabulary is None else f" and {self.draft_vocabulary} tokens"
         return f"{self.kind} after layer {self.depth}{head}, trained on {self.date}"
 
-    def check(self, hash: str, target: str) -> None:
-        """Raise ConfigError if the adapter is for another target than the one with this hash and name."""
-        if self.target_hash != hash:
-            raise ConfigError(
-                f"was trained for {shortened(self.model)}, which has other weights than {target}",
-                option="adapter",
-                remedy="train one with `foredraft train adapter`",
-            )
+
+def check_made_for(config: AdapterConfig, target: Checkpoint) -> None:
+    """Raise ConfigError if an adapter is neither for a target nor for that one without its LoRAs."""
+    if config.target_hash == hash_of_base(target.folder, target_hash):
+        say_made_for_base(f"the adapter of {shortened(config.model)}")
+    elif config.target_hash != target_hash(target.folder):
+        raise ConfigError(
+            f"was trained for {shortened(config.model)}, which has other weights than {target.shown}",
+            option="adapter", remedy="train one with `foredraft train adapter`",
+        )  # fmt: skip
 
 
 MAX_STEPS = 10**12  # far above any that is of use
@@ -84,13 +86,6 @@ BOUNDS: dict[str, Bound] = MEASURED | {
     "draft_vocabulary": (lambda size: size is None or size >= 1, "1 or more, or null"),
     "steps": (lambda steps: steps <= MAX_STEPS, f"{MAX_STEPS} or less"),
 }
-
-
-def is_adapter(folder: Path) -> bool:
-    try:
-        return "target_hash" in read_json(folder / CONFIG)
-    except (CheckpointError, OSError):
-        return False
 
 
 def read_adapter(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> AdapterConfig:
@@ -117,13 +112,12 @@ def adapter_place(hash: str) -> Path | None:
     return None if folder is None else folder / hash
 
 
-def adapters_kept() -> bool:
-    """Return whether the cache folder holds an adapter of any target."""
-    folder = cache_folder("adapters")
-    try:
-        return folder is not None and any(folder.iterdir())
-    except OSError:  # no folder, or one that cannot be read
-        return False
+def kept_adapter(folder: Path) -> Path | None:
+    """Return the adapter that is kept for a target, or for that one without its LoRAs, if any."""
+    if not any_kept("adapters"):
+        return None
+    found, base = find_adapter(target_hash(folder)), hash_of_base(folder, target_hash)
+    return find_adapter(base) if found is None and base is not None else found
 
 
 def find_adapter(hash: str) -> Path | None:
@@ -131,16 +125,16 @@ def find_adapter(hash: str) -> Path | None:
     place = adapter_place(hash)
     if place is None or not os.path.lexists(place):
         return None
-    read_adapter(place, read=_read_private)
+
+    def read(config: Path) -> bytes:
+        """Return the content of its `config.json`, after both files were checked."""
+        folder = check_folder(config.parent)
+        if (folder / WEIGHTS).exists():  # else the reader of the weights reports what is missing
+            check_file(folder / WEIGHTS)
+        return read_private(folder / config.name)
+
+    read_adapter(place, read=read)
     return place
-
-
-def _read_private(config: Path) -> bytes:
-    """Return the content of a kept adapter's `config.json`, after both files were checked."""
-    folder = check_folder(config.parent)
-    if (folder / WEIGHTS).exists():  # else the reader of the weights reports what is missing
-        check_file(folder / WEIGHTS)
-    return read_private(folder / config.name)
 
 
 def target_hash(folder: Path) -> str:
@@ -201,21 +195,18 @@ def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter
         mlp=config.kind == WITH_MLP, native=target.by_kernels,
         besides=() if config.draft_vocabulary is None else (VOCABULARY,),
     )  # fmt: skip
-    vocabulary = None
-    if config.draft_vocabulary is not None:
-        vocabulary = _vocabulary(folder / WEIGHTS, config.draft_vocabulary, decoder.spec.vocab_size)
+    count, vocabulary, file = config.draft_vocabulary, None, folder / WEIGHTS
+    if count is not None:
+        size = decoder.spec.vocab_size
+        with SafetensorsFile(file) as opened:
+            if VOCABULARY not in opened.tensors:
+                raise CheckpointError(f"{file} lacks {VOCABULARY}", remedy=DOWNLOAD_AGAIN)
+            ids = opened.get_tensor(VOCABULARY)
+        listed = ids.tolist() if ids.dtype == torch.int64 and ids.dim() == 1 else []
+        rising = len(listed) == count and listed == sorted(set(listed))
+        if not rising or not 0 <= min(listed) <= max(listed) < size:
+            ascending = f"{count} different token ids below {size} in ascending order"
+            problem = f"{file}: {VOCABULARY} does not hold {ascending}"
+            raise CheckpointError(problem, remedy=DOWNLOAD_AGAIN)
+        vocabulary = tuple(listed)
     return Adapter(config.depth, layer, norm, vocabulary, config.max_draft)
-
-
-def _vocabulary(file: Path, count: int, size: int) -> tuple[int, ...]:
-    with SafetensorsFile(file) as opened:
-        if VOCABULARY not in opened.tensors:
-            raise CheckpointError(f"{file} lacks {VOCABULARY}", remedy=DOWNLOAD_AGAIN)
-        ids = opened.get_tensor(VOCABULARY)
-    listed = ids.tolist() if ids.dtype == torch.int64 and ids.dim() == 1 else []
-    if len(listed) != count or listed != sorted(set(listed)) or not 0 <= min(listed) <= max(listed) < size:
-        raise CheckpointError(
-            f"{file}: {VOCABULARY} does not hold {count} different token ids below {size} in ascending order",
-            remedy=DOWNLOAD_AGAIN,
-        )
-    return tuple(listed)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, Text, join_text
 from foredraft.model.lora.lora_config import base_of
+from foredraft.user_cache import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +134,15 @@ ADAPTER_KINDS = {
     ATTENTION: "one attention with its norm, as in the paper",
     WITH_MLP: "a whole layer of the model's family",
 }
+
+
+def any_kept(kind: str) -> bool:
+    """Return whether the cache folder holds anything of a kind for any model."""
+    folder = cache_folder(kind)
+    try:
+        return folder is not None and any(folder.glob("[!.]*"))
+    except OSError:  # no folder, or one that cannot be read
+        return False
 
 
 def hash_of_base(folder: Path, hash_of: Callable[[Path], str]) -> str | None:

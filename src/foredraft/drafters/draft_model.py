@@ -303,4 +303,12 @@ def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> DraftModel:
     return DraftModel(runner, parts.rows, parts.positions, vocabulary)
 
 
+def _build_retokenize(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Drafter:
+    from foredraft.drafters import retokenize
+
+    return retokenize.build(parts, draft)
+
+
+STRETCH = 2  # tokens of another tokenizer for each of the target's: few split text more finely
 ASSET = DraftCheckpoint(_build)
+OTHER_TOKENIZER_ASSET = DraftCheckpoint(_build_retokenize, other_tokenizer=True, stretch=STRETCH)

@@ -8,7 +8,6 @@ first layers never run on them again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,33 +17,13 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.adapter import (
-    Adapter,
-    adapter_bytes,
-    adapter_spec,
-    adapters_kept,
-    find_adapter,
-    is_adapter,
-    load_adapter,
-    read_adapter,
-    target_hash,
-)
-from foredraft.drafters.asset import (
-    Asset,
-    AssetSearch,
-    Found,
-    Missing,
-    hash_of_base,
-    say_made_for_base,
-)
+from foredraft.drafters.adapter import Adapter, AdapterConfig, adapter_bytes, adapter_spec, load_adapter
+from foredraft.drafters.asset import Found
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.states import FoundReader, KnownStates, WaitingReader, WaitingStates
-from foredraft.errors import ConfigError, Option, shortened
 from foredraft.model.cache import KVCache
-from foredraft.model.lora.lora_config import is_lora
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
-
-logger = logging.getLogger(__name__)
 
 
 class Kangaroo(WaitingReader):
@@ -143,64 +122,12 @@ class Kangaroo(WaitingReader):
             self._waiting.drop(each.sequence)
 
 
-class AdapterAsset(Asset):
-    """An adapter: given, kept by `foredraft train adapter`, or, where its drafter is the default, shipped."""
-
-    missing = Missing(
-        "has no adapter for this model",
-        ("train one with `foredraft train adapter`, or give ", Option("adapter")),
-    )
-
-    def knows(self, place: Path) -> bool:
-        return is_adapter(place)
-
-    def find(self, search: AssetSearch) -> Found | Missing:
-        given, target = search.options["adapter"], search.target
-        if given is None and not search.weights_here:
-            return Missing("has a kept adapter or none: the weights that tell are not downloaded")
-        if given is not None and is_lora(Path(given)):
-            raise ConfigError(
-                "which is a LoRA", option="adapter", value=str(given),
-                remedy=("give ", Option("lora", str(given)), " in its place"),
-            )  # fmt: skip
-        try:
-            folder = self._kept(search) if given is None else Path(given)
-            if folder is None:
-                return self.missing
-            config = read_adapter(folder)
-            if config.target_hash == hash_of_base(target.folder, target_hash):
-                say_made_for_base(f"the adapter of {shortened(config.model)}")
-            else:
-                config.check(target_hash(target.folder), target.shown)
-        except ConfigError as error:
-            if search.needed or given is not None:
-                raise
-            logger.warning("%s", error)
-            return self.missing
-        kept = "kept " if given is None else ""
-        about = f"the {kept}adapter: {config}, predicted {config.predicted:.2f} x"
-        if given is None and not search.needed and config.predicted <= 1:
-            use = Option("drafter", Kangaroo.name)
-            return replace(self.missing, why=lambda: (f"{about}, so only ", use, " uses it"))
-        return FoundReader(
-            bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
-            specs=(adapter_spec(target.spec),), dtype=target.dtype,
-            build=lambda parts: Kangaroo(
-                parts.target, parts.cache, load_adapter(folder, config, parts.target)
-            ),
-        )  # fmt: skip
-
-    def _kept(self, search: AssetSearch) -> Path | None:
-        """Return the folder of the adapter that is kept for the target, or else shipped with it."""
-        kept = None
-        if adapters_kept():
-            folder = search.target.folder
-            kept = find_adapter(target_hash(folder))
-            if kept is None and (hash := hash_of_base(folder, target_hash)) is not None:
-                kept = find_adapter(hash)
-        if kept is None and search.needed:
-            return next(filter(self.knows, search.shipped), None)
-        return kept
-
-
-ASSET = AdapterAsset()
+def found(folder: Path, config: AdapterConfig, target: Checkpoint, about: str) -> Found:
+    """Return an adapter that was found for a target."""
+    return FoundReader(
+        bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
+        specs=(adapter_spec(target.spec),), dtype=target.dtype,
+        build=lambda parts: Kangaroo(
+            parts.target, parts.cache, load_adapter(folder, config, parts.target)
+        ),
+    )  # fmt: skip

@@ -123,15 +123,6 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
     return place
 
 
-def plans_kept() -> bool:
-    """Return whether the cache folder holds a plan of any model."""
-    folder = cache_folder("plans")
-    try:
-        return folder is not None and any(folder.glob("[!.]*.json"))
-    except OSError:  # no folder, or one that cannot be read
-        return False
-
-
 def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     """Return the plan in the cache folder for the model with this hash, or None if there is none."""
     place = plan_place(hash, draft_weights)
@@ -182,25 +173,19 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
 
 def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
     """Return the plan kept for the target, if any; an unusable one is left out with a warning."""
-    needed = search.needed and draft_weights is None
+    needed, folder = search.needed and draft_weights is None, search.target.folder
     try:
-        found = _kept_for(search.target.folder, draft_weights) if plans_kept() else None
+        found = find_plan(model_hash(folder), draft_weights)
+        if found is None and (hash := hash_of_base(folder, model_hash)) is not None:
+            found = find_plan(hash, draft_weights)
+            if found is not None:
+                say_made_for_base("the kept plan")
     except ConfigError as error:
         if needed:
             raise
         logger.warning("%s", error)
         return None
     return None if found is None else fitting_plan(found, search, warn=needed)
-
-
-def _kept_for(folder: Path, draft_weights: str | None) -> PlanFile | None:
-    """Return the plan that is kept for a model, or else for the model without its LoRAs."""
-    found = find_plan(model_hash(folder), draft_weights)
-    if found is None and (hash := hash_of_base(folder, model_hash)) is not None:
-        found = find_plan(hash, draft_weights)
-        if found is not None:
-            say_made_for_base("the kept plan")
-    return found
 
 
 def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:

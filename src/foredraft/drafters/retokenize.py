@@ -25,7 +25,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass, ModelFreeDrafter
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Parts
-from foredraft.drafters.draft_model import DraftCheckpoint
+from foredraft.drafters.draft_model import STRETCH
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.checkpoint import Checkpoint
@@ -145,7 +145,6 @@ def _cut(text: str) -> int | None:
 
 WINDOW = 8  # last tokens of the target that are encoded again with the draft, because a token may span both
 LONGEST = 4  # draft tokens for one of the target's, at most
-STRETCH = 2  # draft tokens for each of the target's that the cache has room for: few split text more finely
 NEAR = 8  # unread tokens up to which rows catch up in one padded pass; a row with more reads ahead by itself
 
 
@@ -357,10 +356,8 @@ class Retokenize(ModelFreeDrafter):
         self._rows[row].clear()
 
 
-def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Retokenize:
+def build(parts: Parts, draft: Checkpoint) -> Retokenize:
+    """Return the drafter over a draft model that was found to have another tokenizer."""
     [runner] = parts.models
     assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
     return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)
-
-
-ASSET = DraftCheckpoint(_build, other_tokenizer=True, stretch=STRETCH)

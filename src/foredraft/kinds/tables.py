@@ -133,7 +133,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     "retokenize": DrafterKind(
         "a small model with another tokenizer, whose text is encoded again for the target",
-        _asset("retokenize"),
+        _asset("draft_model", "OTHER_TOKENIZER_ASSET"),
         given_by="draft",
     ),
     "eagle3": _head("a trained EAGLE-3 head over its states", "EAGLE3_ASSET"),
@@ -144,16 +144,19 @@ DRAFTERS: dict[str, DrafterKind] = {
     "gemma4-assistant": _head("Google's own drafter for a Gemma 4", "ASSISTANT_ASSET"),
     "layer-skip": DrafterKind(
         "the model itself without some of its layers",
-        _asset("layer_skip"),
+        _asset("self_assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
     ),
     "kangaroo": DrafterKind(
-        "its first layers and a trained adapter", _asset("kangaroo"), given_by="adapter", autoregressive=True
+        "its first layers and a trained adapter",
+        _asset("self_assets", "ADAPTER_ASSET"),
+        given_by="adapter",
+        autoregressive=True,
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
-        _asset("low_bit"),
+        _asset("self_assets", "COPY_ASSET"),
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
         autoregressive=True,
