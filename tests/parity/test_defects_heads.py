@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.decode.distribution import Distribution
-from foredraft.drafters.block_drafter import BlockDrafter, Chain
+from foredraft.drafters.block_drafter import BlockDrafter, BlockHead, Chain, Markov
 from foredraft.drafters.draft_model import VocabularyMap
-from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.heads.block_head import BlockHead, Markov
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
+from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.medusa import MedusaHeads, load_medusa
 from foredraft.drafters.states import kept

@@ -9,7 +9,7 @@ import pytest
 import foredraft
 from foredraft import ConfigError, SamplingParams, demo
 from foredraft.decode.stats import Stats
-from foredraft.drafters.adapter import read_adapter, target_hash
+from foredraft.drafters.kangaroo import read_adapter, target_hash
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 

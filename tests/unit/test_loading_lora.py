@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foredraft
 from foredraft import CheckpointError, ConfigError, SamplingParams
-from foredraft.drafters.adapter import adapter_place, target_hash
+from foredraft.drafters.kangaroo import adapter_place, target_hash
 from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import keep_plan, model_hash
 from foredraft.kernels.compilation import library

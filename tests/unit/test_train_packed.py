@@ -19,7 +19,7 @@ from foredraft.model.tensor_names import written
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors
 from foredraft.train import losses
 from foredraft.train.losses import FUNCTIONS, overlap
-from foredraft.train.students import AdapterStudent, DraftStudent, Parameters, Student, TrainedNorm
+from foredraft.train.students import AdapterStudent, DraftStudent, Parameters, Student, trained_norm
 from foredraft.train.target import Document, FrozenTarget, Packed, PackedPass
 from tests.support.checkpoints import FAMILIES, save_checkpoint
 from tests.support.mutation import Mutation, assert_caught, defect
@@ -181,7 +181,7 @@ def test_weights_that_start_at_random_follow_the_seed(tmp_path: Path) -> None:
     first, again, other = (DraftStudent(spec, CPU, None, seed=seed).tensors() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
-    assert isinstance(TrainedNorm(spec, CPU).norm().weight, torch.Tensor)
+    assert isinstance(trained_norm(spec, CPU).made().weight, torch.Tensor)
     assert not first["model.norm.weight"].any(), "Gemma's norms multiply by 1 + weight"
 
 

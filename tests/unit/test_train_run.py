@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import ConfigError, SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.adapter import read_adapter
-from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.kangaroo import Kangaroo, read_adapter
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
 from foredraft.train import trainers

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from foredraft import ConfigError, ForedraftError, user_cache
-from foredraft.drafters.adapter import (
+from foredraft.drafters.asset import any_kept
+from foredraft.drafters.kangaroo import (
     WEIGHTS,
     adapter_place,
     find_adapter,
@@ -22,7 +23,6 @@ from foredraft.drafters.adapter import (
     read_adapter,
     target_hash,
 )
-from foredraft.drafters.asset import any_kept
 from foredraft.drafters.plan_files import find_plan, keep_plan
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.block_drafter import Chain
+from foredraft.drafters.block_drafter import BlockHead, Chain
 from foredraft.drafters.draft_model import VocabularyMap
-from foredraft.drafters.heads.block_head import BlockHead
-from foredraft.drafters.heads.eagle3_head import Eagle3Head
+from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.record import map_of
 from foredraft.drafters.medusa import MedusaHeads
 from foredraft.model.attention import rope_tables

@@ -25,9 +25,8 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import MEDUSA, refuse_pickles
-from foredraft.drafters.heads.head_files import FLOATS, Headers
 from foredraft.drafters.heads.layers import packed_product
-from foredraft.drafters.heads.record import draft_ids, map_of
+from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
 from foredraft.drafters.states import FoundReader, LastStateReader, states_spec
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.cache import CacheLayers, KVCache

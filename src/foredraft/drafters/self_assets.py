@@ -201,7 +201,7 @@ class AdapterAsset(Asset):
         if given is None and shipped is None and not any_kept("adapters"):
             return self.missing
         from foredraft.drafters import kangaroo
-        from foredraft.drafters.adapter import check_made_for, kept_adapter, read_adapter
+        from foredraft.drafters.kangaroo import check_made_for, kept_adapter, read_adapter
 
         try:
             folder = kept_adapter(search.target.folder) or shipped if given is None else Path(given)

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foredraft.drafters.heads.block_head import BlockHead, Projections
-from foredraft.drafters.heads.eagle3_head import Eagle3Head
-from foredraft.drafters.heads.head_files import D2T, HEAD, head_shapes
+from foredraft.drafters.block_drafter import BlockHead, Projections
+from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.layers import HeadBuilder
-from foredraft.drafters.heads.record import BlockRecord, HeadRecord
+from foredraft.drafters.heads.record import D2T, HEAD, BlockRecord, HeadRecord, head_shapes
 from foredraft.drafters.heads.writing import maps_of
 from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foredraft import demo
 from foredraft.decode.params import SamplingParams
-from foredraft.drafters.adapter import target_hash
 from foredraft.drafters.heads.settings import read_settings
+from foredraft.drafters.kangaroo import target_hash
 from foredraft.errors import ConfigError, Option, RequestError, Text
 from foredraft.files import TEMPORARY, errors_named, is_no_file, replacing
 from foredraft.loading import load_for, options_for

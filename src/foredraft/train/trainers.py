@@ -20,10 +20,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 import foredraft
-from foredraft.drafters.adapter import CONFIG as ADAPTER_CONFIG
-from foredraft.drafters.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from foredraft.drafters.adapter import AdapterConfig, adapter_place, read_adapter, write_adapter
 from foredraft.drafters.asset import WITH_MLP
+from foredraft.drafters.kangaroo import CONFIG as ADAPTER_CONFIG
+from foredraft.drafters.kangaroo import WEIGHTS as ADAPTER_WEIGHTS
+from foredraft.drafters.kangaroo import AdapterConfig, adapter_place, read_adapter, write_adapter
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.files import errors_named, replacing_folder
 from foredraft.model.checkpoint import Checkpoint

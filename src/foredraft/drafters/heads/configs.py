@@ -24,8 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.drafters.heads.head_asset import DFLASH, architectures_of, refuse_pickles
-from foredraft.drafters.heads.head_files import EMBEDDING, HEAD, ONE_HEAD, Headers, HeadFiles, checked_shapes
-from foredraft.drafters.heads.record import MARKOV_FORMS, BlockRecord, HeadRecord, Record, spread_aux_layers
+from foredraft.drafters.heads.record import (
+    EMBEDDING,
+    HEAD,
+    MARKOV_FORMS,
+    ONE_HEAD,
+    BlockRecord,
+    Headers,
+    HeadFiles,
+    HeadRecord,
+    Record,
+    checked_shapes,
+    spread_aux_layers,
+)
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import ConfigReader, read_json

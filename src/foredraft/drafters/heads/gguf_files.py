@@ -31,17 +31,19 @@ from foredraft.drafters.heads.configs import (
     read_eagle3,
 )
 from foredraft.drafters.heads.head_asset import BIAS
-from foredraft.drafters.heads.head_files import (
+from foredraft.drafters.heads.record import (
     CONFIDENCE,
     D2T,
     EMBEDDING,
     FLOATS,
     HEAD,
     MARKOV,
+    BlockRecord,
     HeadFiles,
+    HeadRecord,
+    Record,
     checked_shapes,
 )
-from foredraft.drafters.heads.record import BlockRecord, HeadRecord, Record
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Shapes, joined_shape
 from foredraft.model.config import ConfigReader

@@ -14,17 +14,20 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.head_files import (
+from foredraft.drafters.heads.record import (
     D2T,
     EMBEDDING,
     HEAD,
     MAP_DTYPES,
     T2D,
     HeadFiles,
+    HeadRecord,
     HeadTensors,
+    Record,
+    draft_ids,
     layer_name,
+    map_of,
 )
-from foredraft.drafters.heads.record import HeadRecord, Record, draft_ids, map_of
 from foredraft.drafters.heads.settings import described_head, with_settings
 from foredraft.drafters.states import FoundReader, WaitingReader
 from foredraft.model.attention import ForwardContext, PassShape, build_context, rope_tables

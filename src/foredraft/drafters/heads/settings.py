@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import user_cache
-from foredraft.drafters.heads.head_files import HeadFiles
-from foredraft.drafters.heads.record import Record
+from foredraft.drafters.heads.record import HeadFiles, Record
 from foredraft.errors import CheckpointError, shortened
 from foredraft.files import replacing
 from foredraft.model.config import read_json

@@ -26,8 +26,7 @@ from foredraft.drafters.heads.configs import (
     read_eagle3,
 )
 from foredraft.drafters.heads.head_asset import DFLASH
-from foredraft.drafters.heads.head_files import D2T, EMBEDDING, HEAD, T2D
-from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
+from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.heads.settings import with_settings
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
