@@ -32,7 +32,7 @@ from foredraft.drafters.heads.layers import (
     load_head,
 )
 from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
-from foredraft.drafters.states import WaitingStates
+from foredraft.drafters.states import WaitingStates, by_row
 from foredraft.model.attention import additive_mask, at_columns, attend, inject
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
@@ -310,7 +310,7 @@ class BlockDrafter(HeadDrafter):
     ) -> Tensor:
         before = tokens[:, 0]
         if self._chain is None:
-            self.read_states(self._waiting.where(lambda sequence: not idle[sequence.row]))
+            self.read_waiting(lambda sequence: not idle[sequence.row])
             drafts = [not is_idle for is_idle in idle]
             hidden = self.head.run(self.cache, self._tables, before, starts, drafts)
             self._chain = Chain(self.head, hidden, self._expected, before)
@@ -322,20 +322,13 @@ class BlockDrafter(HeadDrafter):
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
         """Write the keys and values of waiting states to their rows, those of all rows in one pass."""
-        by_row = {each.sequence.row: each for each in waiting}
-        if not by_row:
-            return
-        rows = range(min(by_row), max(by_row) + 1)
-        joined = self.head.contexts(torch.cat([by_row[row].states for row in rows if row in by_row]))
-        contexts, starts, done = [joined[:0]] * len(rows), [0] * len(rows), 0
-        for row in filter(by_row.__contains__, rows):
-            each, at = by_row[row], row - rows.start
-            contexts[at], starts[at] = joined[done : done + len(each.states)], each.start
-            done += len(each.states)
-        self.head.inject(self.cache, self._tables, contexts, starts, rows.start)
-        for row, each in by_row.items():
-            self.cache.lengths[row] = each.stop
-            self._waiting.drop(each.sequence)
+        first, rows = by_row(waiting)
+        joined = self.head.contexts(torch.cat([each.states for each in rows if each is not None]))
+        counts = [0 if each is None else len(each.states) for each in rows]
+        starts = [0 if each is None else each.start for each in rows]
+        self.head.inject(self.cache, self._tables, torch.split(joined, counts), starts, first)
+        for each in waiting:
+            self.cache.lengths[each.sequence.row] = each.stop
 
 
 class DFlash(BlockDrafter):

@@ -362,7 +362,7 @@ class Eagle3(HeadDrafter):
     def _unread(self, starts: list[int], idle: list[bool]) -> tuple[list[list[int]], list[int]]:
         """Return each row's tokens up to the pending one whose pairs are unread, and the first's position."""
         rows = {s.row: s for s in self._joined.values() if 0 <= s.row < len(idle) and not idle[s.row]}
-        self.read_states(self._waiting.where(lambda sequence: sequence.row in rows))
+        self.read_waiting(lambda sequence: sequence.row in rows)
         tokens, first = [list[int]() for _ in starts], [1] * len(starts)
         for row, sequence in rows.items():
             if starts[row] - self.cache.lengths[row] >= MAX_WAITING:
@@ -386,7 +386,7 @@ class Eagle3(HeadDrafter):
         lengths, row = self.cache.lengths, sequence.row
         lengths[row] = max(lengths[row], self._stepped.pop(sequence.id, 0))
         super().observe(sequence, start, states)
-        if not self._waiting.of(sequence):
+        if sequence.id not in self._waiting:
             self._read(sequence, self.states.lengths[row])
 
     def rewind(self, sequence: Sequence) -> None:
@@ -400,13 +400,10 @@ class Eagle3(HeadDrafter):
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
         """Join waiting states, those of all rows in one product, and write the states to their rows."""
-        if not waiting:
-            return
         joined = self.head.joined(torch.cat([each.states for each in waiting]))
         counts = [len(each.states) for each in waiting]
         for each, states in zip(waiting, torch.split(joined, counts), strict=True):
             keep(self.states, each.sequence.row, each.start, states)
-            self._waiting.drop(each.sequence)
 
     def _read(self, sequence: Sequence, stop: int) -> None:
         """Read the pairs of tokens before `stop` that are not read yet, for their keys and values."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import ASSISTANTS
-from foredraft.drafters.states import FoundReader, LastStateReader, states_spec
+from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.checkpoint import Checkpoint, CheckpointTensors
@@ -207,7 +207,7 @@ class Gemma4Assistant(LastStateReader):
         config = AssistantConfig.from_folder(folder)
         config.check(target, folder)
         count, spec = config.parameters, target.spec
-        return FoundReader(
+        return Found(
             bytes=count * target.dtype.itemsize, about=f"the assistant {folder}, {count / 1e6:.1f} M weights",
             specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
             build=lambda parts: cls(parts.target, parts.cache, load_assistant(folder, config, parts.target)),

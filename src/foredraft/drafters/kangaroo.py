@@ -27,7 +27,7 @@ from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import ADAPTER_KINDS, WITH_MLP, Found, any_kept, hash_of_base, say_made_for_base
 from foredraft.drafters.draft_model import VocabularyMap
-from foredraft.drafters.states import FoundReader, KnownStates, WaitingReader, WaitingStates
+from foredraft.drafters.states import KnownStates, WaitingReader, WaitingStates, by_row
 from foredraft.drafters.strict_records import MEASURED, Bound, Count, StrictRecord
 from foredraft.errors import CheckpointError, ConfigError, shortened
 from foredraft.files import replacing_folder
@@ -246,7 +246,7 @@ class Kangaroo(WaitingReader):
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
-        self.read_states(self._waiting.where(lambda sequence: not idle[sequence.row]))
+        self.read_waiting(lambda sequence: not idle[sequence.row])
         forward = self.draft_pass(self._layers, tokens, starts, idle=idle)
         self._known.add(forward.aux_states[self.adapter.depth], idle)
         self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
@@ -256,7 +256,7 @@ class Kangaroo(WaitingReader):
 
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         lengths, inputs = inputs.lengths, replace(inputs, draft_vocab=self.draft_vocab)
-        self.read_states(self._waiting.where(lambda sequence: bool(lengths[sequence.row])))
+        self.read_waiting(lambda sequence: bool(lengths[sequence.row]))
         draft = self.draft_pass.fused(self._layers, inputs)
         if draft is not None:
             self._known.add_fused(draft, lengths)
@@ -290,36 +290,26 @@ class Kangaroo(WaitingReader):
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
         """Run the adapter's layer on waiting states, for its keys and values: one pass for all rows."""
-        by_row = {each.sequence.row: each for each in waiting}
-        if not by_row:
-            return
-        rows = range(min(by_row), max(by_row) + 1)
-        width, like = max(len(each.states) for each in waiting), waiting[0].states
+        first, rows = by_row(waiting)
+        counts = [0 if each is None else len(each.states) for each in rows]
+        like, width = waiting[0].states, max(counts)
         hidden = like.new_zeros(len(rows), width, like.shape[1])
-        starts, counts = [0] * len(rows), [0] * len(rows)
-        for row, each in by_row.items():
-            at = row - rows.start
-            starts[at], counts[at] = each.start, len(each.states)
-            hidden[at, : counts[at]] = each.states
+        for at, each in enumerate(rows):
+            if each is not None:
+                hidden[at, : counts[at]] = each.states
         self.draft_pass.runner.forward(
-            self._layers,
-            torch.zeros(len(counts), width, dtype=torch.int64, device=like.device),
-            starts,
-            first_row=rows.start,
-            idle=[not count for count in counts],
-            counts=counts,
-            resume=Resume(self.adapter.depth, hidden, counts),
-            want_logits=False,
-            invariant=False,
-        )
-        for row, each in by_row.items():
-            self.cache.lengths[row] = each.stop
-            self._waiting.drop(each.sequence)
+            self._layers, torch.zeros(len(rows), width, dtype=torch.int64, device=like.device),
+            [0 if each is None else each.start for each in rows], first_row=first,
+            idle=[each is None for each in rows], counts=counts,
+            resume=Resume(self.adapter.depth, hidden, counts), want_logits=False, invariant=False,
+        )  # fmt: skip
+        for each in waiting:
+            self.cache.lengths[each.sequence.row] = each.stop
 
 
 def found(folder: Path, config: AdapterConfig, target: Checkpoint, about: str) -> Found:
     """Return an adapter that was found for a target."""
-    return FoundReader(
+    return Found(
         bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
         specs=(adapter_spec(target.spec),), dtype=target.dtype,
         build=lambda parts: Kangaroo(

@@ -27,7 +27,7 @@ from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import MEDUSA, refuse_pickles
 from foredraft.drafters.heads.layers import packed_product
 from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
-from foredraft.drafters.states import FoundReader, LastStateReader, states_spec
+from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.checkpoint import Checkpoint
@@ -265,7 +265,7 @@ class Medusa(LastStateReader):
         files.check_target(spec)
         reduced = "" if files.draft_vocab_size is None else f", draft vocabulary {files.draft_vocab_size}"
         about = f"{len(files.heads)} Medusa heads of {place}, {files.parameters / 1e6:.1f} M weights{reduced}"
-        return FoundReader(
+        return Found(
             bytes=files.parameters * target.dtype.itemsize, planned=len(files.heads), about=about,
             specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
             build=lambda parts: cls(parts.target, parts.cache, load_medusa(files, parts.target)),

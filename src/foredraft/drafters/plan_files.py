@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 REMEDY = "give a file that `foredraft tune` wrote"
+MAKE_ONE = "make one with `foredraft tune`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,8 @@ class PlanFile:
     def check(self, hash: str, model: str) -> None:
         """Raise ConfigError if the plan is for another model than the one with this hash and name."""
         if self.model_hash != hash:
-            raise ConfigError(
-                f"is for {shortened(self.model)}, which is another model than {model}",
-                option="plan",
-                remedy="make one with `foredraft tune`",
-            )
+            problem = f"is for {shortened(self.model)}, which is another model than {model}"
+            raise ConfigError(problem, option="plan", remedy=MAKE_ONE)
 
 
 def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> PlanFile:
@@ -131,10 +129,8 @@ def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     plan = read_plan(place, read=lambda file: read_private(check_folder(file.parent) / file.name))
     plan.check(hash, f"the one of {place}")
     if plan.draft_weights != draft_weights:
-        raise ConfigError(
-            f"{place} is a plan of other weights ({plan.draft_weights or 'the model itself'})",
-            remedy="remove it",
-        )
+        weights = plan.draft_weights or "the model itself"
+        raise ConfigError(f"{place} is a plan of other weights ({weights})", remedy="remove it")
     return plan
 
 
@@ -160,9 +156,8 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
     if isinstance(plan, str) and is_skips(plan):
         return Skips.parse(plan)
     if not isinstance(plan, PlanFile | str | Path):
-        raise ConfigError(
-            option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
-        )
+        remedy = "give the file of a plan, its content, or a text such as exit:8"
+        raise ConfigError(option="plan", value=plan, remedy=remedy)
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
     if found.model_hash == hash_of_base(target.folder, model_hash):
         say_made_for_base(f"the plan of {shortened(found.model)}")
@@ -196,10 +191,8 @@ def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> 
         return ChosenPlan(plan)
     plan.skips.check(layers, producers)
     if plan.layers != layers:
-        raise ConfigError(
-            f"is for a model of {plan.layers} layers, but this one has {layers}",
-            option="plan", remedy="make one with `foredraft tune`",
-        )  # fmt: skip
+        problem = f"is for a model of {plan.layers} layers, but this one has {layers}"
+        raise ConfigError(problem, option="plan", remedy=MAKE_ONE)
     doubt = plan.doubt(search.device.type, dtype_name(search.target.dtype))
     if doubt is not None and warn:
         logger.warning("%s", doubt)

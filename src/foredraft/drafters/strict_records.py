@@ -86,12 +86,9 @@ class StrictRecord:
         if not isinstance(found, dict):
             raise self.refused(file, "which holds no JSON object")
         version = next(each.default for each in fields(kind) if each.name == "format")
-        if found.get("format") != version:
-            raise self.refused(
-                file,
-                f"whose format is {shortened(found.get('format'))}, but this version reads format {version}",
-                self.anew,
-            )
+        if (format := found.get("format")) != version:
+            problem = f"whose format is {shortened(format)}, but this version reads format {version}"
+            raise self.refused(file, problem, self.anew)
         found = {**self.absent, **found}
         try:
             made = as_record(kind, found, defaults=False)
@@ -122,18 +119,17 @@ def _read(value: Any, hint: Any) -> Any:
         return {key: _read(each, get_args(hint)[1]) for key, each in value.items()}
     if isinstance(value, dict) and isinstance(hint, type) and is_dataclass(hint):
         return as_record(hint, value)
-    if _is(value, hint):
-        return value
-    raise _Mismatch
+    fits = hint in (str, bool, int) and type(value) is hint  # True is no number
+    fits |= hint == Count and type(value) is int and value >= 1
+    if not fits and not (hint is float and type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT):
+        raise _Mismatch
+    return value
 
 
-def _is(value: Any, hint: Any) -> bool:
-    """Return whether a value is of the type of one text, flag or number."""
-    if hint == Count:
-        return type(value) is int and value >= 1
-    if hint is float:
-        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
-    return hint in (str, bool, int) and type(value) is hint
+NAMED: dict[Any, str] = {
+    str: "a string", bool: "true or false", int: "a whole number", float: "a finite number",
+    Count: "a whole number of 1 or more",
+}  # fmt: skip
 
 
 def _words(hint: Any) -> str:
@@ -142,14 +138,7 @@ def _words(hint: Any) -> str:
         return f"{_words(_without_none(hint))} or null"
     if get_origin(hint) is tuple:
         return "a list of whole numbers" if get_args(hint)[0] is int else "a list"
-    named = {
-        str: "a string",
-        bool: "true or false",
-        int: "a whole number",
-        float: "a finite number",
-        Count: "a whole number of 1 or more",
-    }
-    return named.get(hint, "an object")
+    return NAMED.get(hint, "an object")
 
 
 def _without_none(hint: Any) -> Any:

@@ -244,7 +244,7 @@ def _documents(checkpoint: Checkpoint, data: Sequence[Path]) -> list[Any]:
             remedy="give the model's folder, with its tokenizer.json",
         )  # fmt: skip
     length = min(LENGTH, checkpoint.spec.max_positions)
-    return DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True).corpus(data).documents
+    return DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True).corpus(data)
 
 
 def _card(model: str, weights: str, quality: Quality | None) -> str:

@@ -132,9 +132,9 @@ def _documents(
         prompts = reader.prompts(options.data)
         documents = self_generated(asked, checkpoint.spec.vocab_size, prompts, length, folder)
     else:
-        documents = reader.corpus(options.data).documents
+        documents = reader.corpus(options.data)
     if options.validation:
-        held_out = read(option="validation").corpus(options.validation).documents[:MAX_HELD_OUT]
+        held_out = read(option="validation").corpus(options.validation)[:MAX_HELD_OUT]
         return documents, held_out, reader.skipped
     if len(documents) < 2:
         raise ConfigError(

@@ -29,7 +29,7 @@ from foredraft.drafters.heads.record import (
     map_of,
 )
 from foredraft.drafters.heads.settings import described_head, with_settings
-from foredraft.drafters.states import FoundReader, WaitingReader
+from foredraft.drafters.states import WaitingReader
 from foredraft.model.attention import ForwardContext, PassShape, build_context, rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.checkpoint import Checkpoint, Shapes
@@ -239,7 +239,7 @@ class HeadDrafter(WaitingReader):
     def found(cls, place: Path, target: Checkpoint) -> Found:
         files, settings = with_settings(cls.read_files(place), target.spec)
         record = files.record
-        return FoundReader(
+        return Found(
             bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
             longest_draft=record.longest_draft, about=described_head(files, settings),
             specs=cls.specs(record), dtype=target.dtype,
