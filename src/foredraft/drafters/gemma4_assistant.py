@@ -58,7 +58,13 @@ class AssistantConfig:
         spec = ModelSpec.from_hf(own | {"num_kv_shared_layers": 0})
         if spec.layer_input_size:
             raise text.error("hidden_size_per_layer_input", "it must be 0 in an assistant")
-        return cls(_attending(spec), read.count("backbone_hidden_size", 1536), *_centroids(read, spec))
+        centroids = _centroids(read, spec)
+        spec = replace(  # its layers attend to committed positions, over windows as in transformers
+            spec, windows=tuple(window and window + 1 for window in spec.windows),
+            sources=(OUTSIDE,) * spec.layers, rotated_ahead=1, logit_softcap=None,
+            shared_intermediate_size=None,
+        )  # fmt: skip
+        return cls(spec, read.count("backbone_hidden_size", 1536), *centroids)
 
     @property
     def parameters(self) -> int:
@@ -67,19 +73,17 @@ class AssistantConfig:
 
     def check(self, target: Checkpoint, folder: Path) -> None:
         """Raise ConfigError where the assistant is for another target than this one."""
-        spec, own = target.spec, self.spec
-        sizes = [
+        spec, own, producing = target.spec, self.spec, producers(target.spec)
+        sizes: list[tuple[str, object, object]] = [
             ("states of size", self.target_size, spec.hidden_size),
             ("a vocabulary of", own.vocab_size, spec.vocab_size),
         ]
-        producing = producers(spec)
         for window in dict.fromkeys(own.windows):
-            kind = "full attention" if window is None else "a window"
-            source = producing.get(window is None)
+            kind, source = "full attention" if window is None else "a window", producing.get(window is None)
             theirs = None if source is None else spec.windows[source]
             heads = None if source is None else (spec.kv_heads_of(theirs), spec.head_dim_of(theirs))
             mine = own.kv_heads_of(window), own.head_dim_of(window)
-            sizes.append((f"in layers with {kind}, key heads and their size of", mine, heads))  # type: ignore[arg-type]
+            sizes.append((f"in layers with {kind}, key heads and their size of", mine, heads))
         for what, wanted, found in sizes:
             if wanted != found:
                 raise ConfigError(
@@ -87,16 +91,6 @@ class AssistantConfig:
                     f" {wanted}, and the model has {found}",
                     remedy=("give ", Option("draft"), " the assistant that was made for the model"),
                 )
-
-
-def _attending(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of layers that attend to committed positions, over windows as in transformers."""
-    windows = tuple(window and window + 1 for window in spec.windows)
-    sources = (OUTSIDE,) * spec.layers
-    return replace(
-        spec, windows=windows, sources=sources, rotated_ahead=1, logit_softcap=None,
-        shared_intermediate_size=None,
-    )  # fmt: skip
 
 
 def _centroids(read: ConfigReader, spec: ModelSpec) -> tuple[int | None, int]:

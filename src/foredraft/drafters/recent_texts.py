@@ -312,30 +312,9 @@ class TextsFile:
         if is_no_file(self.path):
             raise self._refused("which is no file", "give another one")
         try:
-            content = self.path.read_bytes()
+            head, _, rest = self.path.read_bytes().partition(b"\n")
         except OSError as error:
             raise self._refused(f"which cannot be read ({error.strerror})", "give another one") from error
-        return self._unpacked(content)
-
-    def write(self, texts: Seq[RecentText], path: Path | None = None) -> None:
-        """Write texts to the file, or to another one, in place of what it has."""
-        file = path or self.path
-        if file is None:
-            raise ConfigError("the texts have no file", remedy=f"give one here, or to load as {OPTION}")
-        write_whole(file, self._packed(texts), OPTION, private=True)
-
-    def _packed(self, texts: Seq[RecentText]) -> bytes:
-        body = b"".join(np.array(text.tokens, dtype=IDS).tobytes() for text in texts)
-        about = {
-            "tokenizer": self.tokenizer,
-            "vocabulary": self.size,
-            "texts": [[text.scope.hex(), len(text.tokens)] for text in texts],
-        }
-        rest = json.dumps(about).encode() + b"\n" + body
-        return FORMAT + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-
-    def _unpacked(self, content: bytes) -> list[RecentText]:
-        head, _, rest = content.partition(b"\n")
         if not head.startswith(FORMAT):
             raise self._refused("which is no file of texts", "give another one, or remove it")
         if head != FORMAT + hashlib.sha256(rest).hexdigest().encode():
@@ -348,6 +327,18 @@ class TextsFile:
         parts = np.split(np.frombuffer(body, IDS), np.cumsum(counts, dtype=np.int64))
         scopes = [bytes.fromhex(scope) for scope, _ in about["texts"]]
         return [RecentText(scope, part.tolist()) for scope, part in zip(scopes, parts, strict=False)]
+
+    def write(self, texts: Seq[RecentText], path: Path | None = None) -> None:
+        """Write texts to the file, or to another one, in place of what it has."""
+        file = path or self.path
+        if file is None:
+            raise ConfigError("the texts have no file", remedy=f"give one here, or to load as {OPTION}")
+        listed = [[text.scope.hex(), len(text.tokens)] for text in texts]
+        about = {"tokenizer": self.tokenizer, "vocabulary": self.size, "texts": listed}
+        body = b"".join(np.array(text.tokens, dtype=IDS).tobytes() for text in texts)
+        rest = json.dumps(about).encode() + b"\n" + body
+        head = FORMAT + hashlib.sha256(rest).hexdigest().encode()
+        write_whole(file, head + b"\n" + rest, OPTION, private=True)
 
     def _refused(self, problem: str, remedy: str) -> ConfigError:
         return ConfigError(problem, option=OPTION, value=str(self.path), remedy=remedy)

@@ -119,11 +119,18 @@ def _read(value: Any, hint: Any) -> Any:
         return {key: _read(each, get_args(hint)[1]) for key, each in value.items()}
     if isinstance(value, dict) and isinstance(hint, type) and is_dataclass(hint):
         return as_record(hint, value)
-    fits = hint in (str, bool, int) and type(value) is hint  # True is no number
-    fits |= hint == Count and type(value) is int and value >= 1
-    if not fits and not (hint is float and type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT):
-        raise _Mismatch
-    return value
+    if _is(value, hint):
+        return value
+    raise _Mismatch
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Return whether a value is of the type of one text, flag or number."""
+    if hint == Count:
+        return type(value) is int and value >= 1
+    if hint is float:
+        return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
+    return hint in (str, bool, int) and type(value) is hint
 
 
 NAMED: dict[Any, str] = {
