@@ -51,7 +51,7 @@ OTHER_RESIDUAL = in_record(norm_before_residual=lambda record: not record.norm_b
 OTHER_RECURRENCE = in_record(norm_output=lambda record: not record.norm_output)
 
 offsets_as_ids = around(lambda read, *given, **named: read(*given, **{**named, "absolute": True}))
-token_of_the_state_itself = argument(3, lambda tokens: tokens.roll(1, 1))
+token_of_the_state_itself = argument(2, lambda tokens: tokens.roll(1, 1))
 
 
 @around
@@ -177,7 +177,7 @@ def contexts_of_accepted_tokens_left_out(
     observe(drafter, sequence, start, states if prompt else {layer: own[:1] for layer, own in states.items()})
 
 
-contexts_a_position_late = argument(4, lambda starts: [start + 1 for start in starts])
+contexts_a_position_late = argument(3, lambda starts: [start + 1 for start in starts])
 # take the states of a draft's tokens for contexts: the block sees one position more than is committed
 anchor_in_the_context = argument(1, lambda anchors: anchors + 1)
 the_likeliest_token_before = argument(1, torch.zeros_like)

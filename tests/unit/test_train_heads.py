@@ -26,8 +26,7 @@ from tests.parity.test_head_training import block_student
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import BODY, LAYERS, save_head
 from tests.support.heads import student_of as eagle3_student
-from tests.support.trained_texts import check_prediction
-from tests.support.training import CPU, QUICK, curve, random_words, save_target
+from tests.support.training import CPU, QUICK, check_prediction, curve, random_words, save_target
 
 GAMMA = 3
 

@@ -31,10 +31,10 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 from tests.support.running import forked
-from tests.support.trained_texts import check_prediction
 from tests.support.training import (
     CPU,
     QUICK,
+    check_prediction,
     curve,
     random_words,
     save_target,

@@ -26,9 +26,9 @@ from foredraft.drafters.heads.gguf_files import read_block_head
 from foredraft.drafters.heads.layers import (
     ATTENDED,
     HeadBuilder,
+    HeadCache,
     HeadDrafter,
     TimedPass,
-    head_context,
     load_head,
 )
 from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
@@ -38,7 +38,6 @@ from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import Product, RMSNorm, soft_cap
 from foredraft.model.memory import upload
-from foredraft.model.rope import Rope
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
 
 
@@ -148,17 +147,12 @@ class BlockHead:
         return rows if self.record.embedding_scale == 1 else rows * self.record.embedding_scale
 
     def inject(
-        self,
-        cache: KVCache,
-        tables: dict[Rope, Tensor],
-        contexts: Sequence[Tensor],
-        starts: Sequence[int],
-        first_row: int = 0,
+        self, own: HeadCache, contexts: Sequence[Tensor], starts: Sequence[int], first_row: int = 0
     ) -> None:
         """Write the keys and values of contexts to the cache; its lengths stay as they are."""
         spec, counts = self.record.spec, [len(each) for each in contexts]
         width, length = max(counts), 1  # nothing attends
-        context = head_context(spec, cache, tables, width, length, starts, counts, first_row)
+        context = own.context(spec, width, length, starts, counts, first_row)
         x = torch.cat([each for each in contexts if len(each)])
         for index, layer in enumerate(self.layers):
             weights = layer.attention
@@ -168,24 +162,16 @@ class BlockHead:
                 kv = torch.cat([weights.k_norm(keys), values], 1)
             inject(spec, index, kv, context)
 
-    def run(
-        self,
-        cache: KVCache,
-        tables: dict[Rope, Tensor],
-        anchors: Tensor,
-        starts: Sequence[int],
-        drafts: Sequence[bool],
-    ) -> Tensor:
+    def run(self, own: HeadCache, anchors: Tensor, starts: Sequence[int], drafts: Sequence[bool]) -> Tensor:
         """Run a block after each anchor [B] -> normed states [B, block, d]."""
         record, spec, batch = self.record, self.record.spec, len(starts)
         counts = [record.block if each else 0 for each in drafts]
         end = record.block + max(start for start, each in zip(starts, drafts, strict=True) if each)
-        length = min(cache.stored, math.ceil(end / ATTENDED) * ATTENDED)
-        context = head_context(spec, cache, tables, record.block, length, starts, counts)
-        places = upload(
-            [s if each else cache.scratch for s, each in zip(starts, drafts, strict=True)], cache.device
-        )
-        context = replace(context, masks=self.block_masks(places, length, cache.dtype))
+        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        context = own.context(spec, record.block, length, starts, counts)
+        places = [s if each else own.kv.scratch for s, each in zip(starts, drafts, strict=True)]
+        masks = self.block_masks(upload(places, own.kv.device), length, own.kv.dtype)
+        context = replace(context, masks=masks)
         ids = anchors.new_full((batch, record.block), record.mask_token)
         ids[:, 0] = anchors
         flat = ids.flatten() if context.real is None else ids.flatten()[context.real]
@@ -275,10 +261,10 @@ class BlockPass(TimedPass):
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft:
         batch, record = len(inputs.starts), self.head.record
-        own, tables = self.scratch_of(cache, record.spec)
+        own = self.scratch_of(cache, record.spec)
         with torch.inference_mode():
-            before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.device)
-            hidden = self.head.run(own, tables, before, inputs.starts, [True] * batch)
+            before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.kv.device)
+            hidden = self.head.run(own, before, inputs.starts, [True] * batch)
             count = min(record.drafts, max(inputs.lengths))
             chain, tokens = Chain(self.head, hidden, count, before), list[Tensor]()
             for _ in range(count):
@@ -312,7 +298,7 @@ class BlockDrafter(HeadDrafter):
         if self._chain is None:
             self.read_waiting(lambda sequence: not idle[sequence.row])
             drafts = [not is_idle for is_idle in idle]
-            hidden = self.head.run(self.cache, self._tables, before, starts, drafts)
+            hidden = self.head.run(self._own, before, starts, drafts)
             self._chain = Chain(self.head, hidden, self._expected, before)
         logits = self._chain.next(before)
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
@@ -326,7 +312,7 @@ class BlockDrafter(HeadDrafter):
         joined = self.head.contexts(torch.cat([each.states for each in rows if each is not None]))
         counts = [0 if each is None else len(each.states) for each in rows]
         starts = [0 if each is None else each.start for each in rows]
-        self.head.inject(self.cache, self._tables, torch.split(joined, counts), starts, first)
+        self.head.inject(self._own, torch.split(joined, counts), starts, first)
         for each in waiting:
             self.cache.lengths[each.sequence.row] = each.stop
 

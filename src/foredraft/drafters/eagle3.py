@@ -31,10 +31,10 @@ from foredraft.drafters.heads.gguf_files import read_head
 from foredraft.drafters.heads.layers import (
     ATTENDED,
     HeadBuilder,
+    HeadCache,
     HeadDrafter,
     PairNorm,
     TimedPass,
-    head_context,
     load_head,
 )
 from foredraft.drafters.heads.record import HeadFiles, HeadRecord
@@ -45,7 +45,6 @@ from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layer_geometry import Plan
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
 from foredraft.model.memory import upload
-from foredraft.model.rope import Rope
 from foredraft.model.runner import DraftInputs, DraftVocab, Forward, FusedDraft, Runner
 from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
 from foredraft.model.spec import ModelSpec
@@ -88,34 +87,26 @@ class EagleKernels:
         return cls(backend, Plan.full(weights.spec.layers), own)
 
     def run(
-        self,
-        cache: CacheLayers,
-        tables: dict[Rope, Tensor],
-        tokens: Tensor,
-        states: Tensor,
-        starts: Seq[int],
-        counts: Seq[int],
+        self, own: HeadCache, tokens: Tensor, states: Tensor, starts: Seq[int], counts: Seq[int],
         first_row: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the layers over pairs; arguments and result as `Eagle3Head.run`. Keys lie in blocks."""
         (batch, width), rows = tokens.shape, enumerate(zip(starts, counts, strict=True), first_row)
         groups = [(row, start, count, start) for row, (start, count) in rows if count]
         columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-        real = None if len(columns) == batch * width else upload(columns, cache.device)
+        real = None if len(columns) == batch * width else upload(columns, own.kv.device)
         ids, x = tokens.flatten(), states.reshape(batch * width, -1)
         ids, x = (ids.contiguous(), x.clone()) if real is None else (ids[real], x[real])
-        self.backend.use_rotary_tables(tables)
-        self.backend.forward(ids, x, cache, groups, self.plan, 0, len(self.plan.attention))
+        self.backend.use_rotary_tables(own.tables)
+        self.backend.forward(ids, x, own.kv, groups, self.plan, 0, len(self.plan.attention))
         return at_columns(x, real, batch * width).view(batch, width, -1)
 
-    def draft(
-        self, cache: CacheLayers, tables: dict[Rope, Tensor], inputs: DraftInputs, states: Tensor
-    ) -> tuple[FusedDraft, Tensor]:
+    def draft(self, own: HeadCache, inputs: DraftInputs, states: Tensor) -> tuple[FusedDraft, Tensor]:
         """Take all steps of a draft in one call, from the states [N, d] of its first pairs."""
         left = states.new_zeros(len(inputs.lengths), states.shape[1])
-        self.backend.use_rotary_tables(tables)
+        self.backend.use_rotary_tables(own.tables)
         pairs, inputs = PairDraft(states.contiguous(), left), replace(inputs, draft_vocab=self.draft_vocab)
-        return self.backend.draft(cache, inputs, self.plan, None, pairs), left
+        return self.backend.draft(own.kv, inputs, self.plan, None, pairs), left
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +180,14 @@ class Eagle3Head:
         return self.target.embedding_rows(tokens)
 
     def run(
-        self,
-        cache: KVCache,
-        tables: dict[Rope, Tensor],
-        tokens: Tensor,
-        states: Tensor,
-        starts: Seq[int],
-        counts: Seq[int],
+        self, own: HeadCache, tokens: Tensor, states: Tensor, starts: Seq[int], counts: Seq[int],
         first_row: int = 0,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the layers over pairs of tokens [B, T] and states [B, T, d] -> states [B, T, d]."""
         if self.kernels is not None:
-            return self.kernels.run(cache, tables, tokens, states, starts, counts, first_row)
+            return self.kernels.run(own, tokens, states, starts, counts, first_row)
         spec, (batch, width) = self.record.spec, tokens.shape
-        context = self._context(cache, tables, width, starts, counts, first_row)
+        context = self._context(own, width, starts, counts, first_row)
         real = context.real
         state = states.reshape(batch * width, -1)
         state = state if real is None else state[real]
@@ -236,17 +221,11 @@ class Eagle3Head:
         return self.norm(left) if self.kernels is None else self.kernels.backend.normed(left.contiguous())
 
     def _context(
-        self,
-        cache: KVCache,
-        tables: dict[Rope, Tensor],
-        width: int,
-        starts: Seq[int],
-        counts: Seq[int],
-        first_row: int,
+        self, own: HeadCache, width: int, starts: Seq[int], counts: Seq[int], first_row: int
     ) -> ForwardContext:
         end = max(start + count for start, count in zip(starts, counts, strict=True) if count)
-        length = min(cache.stored, math.ceil(end / ATTENDED) * ATTENDED)
-        context = head_context(self.record.spec, cache, tables, width, length, starts, counts, first_row)
+        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        context = own.context(self.record.spec, width, length, starts, counts, first_row)
         masks = {window: mask.clone() for window, mask in context.masks.items()}
         for mask in masks.values():
             mask[..., 0] = -math.inf  # no pair lies there
@@ -271,21 +250,21 @@ class HeadPass(TimedPass):
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         batch, spec = len(starts), self.head.record.spec
-        own, tables = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
+        own = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
         with torch.inference_mode():
-            states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.dtype, device=own.device)
-            left = self.head.run(own, tables, tokens, states, [max(1, s) for s in starts], [1] * batch)
+            states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.kv.dtype, device=own.kv.device)
+            left = self.head.run(own, tokens, states, [max(1, s) for s in starts], [1] * batch)
             return Forward(self.head.logits(left[:, 0])[:, None], left, {})
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         kernels = self.head.kernels
         if kernels is None:
             return None
-        own, tables = self.scratch_of(cache, self.head.record.spec, blocked=True)
+        own = self.scratch_of(cache, self.head.record.spec, blocked=True)
         read = sum(len(inputs.tokens[row]) for row in inputs.active)
-        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.dtype)
+        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.kv.dtype)
         inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
-        return kernels.draft(own, tables, inputs, states)[0]
+        return kernels.draft(own, inputs, states)[0]
 
 
 class Eagle3(HeadDrafter):
@@ -340,7 +319,7 @@ class Eagle3(HeadDrafter):
             pairs = torch.cat(states)
         else:
             pairs = self._recurring[active]
-        draft, self._recurring = kernels.draft(self.cache, self._tables, inputs, pairs)
+        draft, self._recurring = kernels.draft(self._own, inputs, pairs)
         return draft
 
     def _first_step(self, starts: list[int], idle: list[bool]) -> tuple[Tensor, list[bool]]:
@@ -376,7 +355,7 @@ class Eagle3(HeadDrafter):
     def _run(self, tokens: Tensor, states: Tensor, starts: list[int], counts: list[int]) -> Tensor:
         if not any(counts):
             return torch.zeros_like(states)
-        return self.head.run(self.cache, self._tables, tokens, states, starts, counts)
+        return self.head.run(self._own, tokens, states, starts, counts)
 
     def end_draft(self) -> None:
         self._recurring = None
@@ -412,7 +391,7 @@ class Eagle3(HeadDrafter):
             end = min(stop, start + MAX_WAITING)
             tokens = upload([sequence.tokens[start:end]], self.cache.device)
             states = kept(self.states, row, slice(start - 1, end - 1))[None]
-            self.head.run(self.cache, self._tables, tokens, states, [start], [end - start], first_row=row)
+            self.head.run(self._own, tokens, states, [start], [end - start], first_row=row)
             start = end
         self.cache.lengths[row] = max(self.cache.lengths[row], stop)
 

@@ -93,15 +93,12 @@ def _own_gpu(name: str | None) -> torch.device:
     """Return the GPU of this process among those of this machine."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if name not in (None, "cuda"):
-        raise ConfigError(
-            f"but {here} processes train here, each on a GPU of its own", option="device", value=name,
-            remedy="give 'cuda' or 'cpu'",
-        )  # fmt: skip
+        problem = f"but {here} processes train here, each on a GPU of its own"
+        raise ConfigError(problem, option="device", value=name, remedy="give 'cuda' or 'cpu'")
     if here > gpus:
-        raise ConfigError(
-            f"but {here} processes train here, and PyTorch sees {gpus} GPUs", option="device", value="cuda",
-            remedy=f"start {gpus} processes, or give 'cpu'",
-        )  # fmt: skip
+        problem = f"but {here} processes train here, and PyTorch sees {gpus} GPUs"
+        remedy = f"start {gpus} processes, or give 'cpu'"
+        raise ConfigError(problem, option="device", value="cuda", remedy=remedy)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -240,34 +240,27 @@ def begin_draft(options: DraftOptions, prepared: Prepared) -> Trainee:
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
     """Return the `config.json` of the draft model."""
     if target.full_head_dim is not None or target.layer_input_size or target.sources:
-        raise ConfigError(
-            f"cannot train a draft model of the form of a {target.architecture}",
-            remedy="train an adapter with `foredraft train adapter`",
-        )
+        problem = f"cannot train a draft model of the form of a {target.architecture}"
+        raise ConfigError(problem, remedy="train an adapter with `foredraft train adapter`")
     made, family = dict(config), FAMILIES[target.architecture]
     for option, key in SIZES.items():
-        value = getattr(options, option)
-        if value is not None:
+        if (value := getattr(options, option)) is not None:
             made[family.size_key(key, config)] = value
     if options.heads is not None and options.kv_heads is None:
         made["num_key_value_heads"] = options.heads
     chosen = options.from_layers or [at % target.layers for at in range(options.layers)]
     if (wrong := next((layer for layer in chosen if layer >= target.layers), None)) is not None:
-        raise ConfigError(
-            f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}", option="from_layers",
-            remedy="name others",
-        )  # fmt: skip
+        problem = f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}"
+        raise ConfigError(problem, option="from_layers", remedy="name others")
     if any(window is not None for window in target.windows) or "layer_types" in made:
         windows = [target.windows[layer] for layer in chosen]
         made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if target.unrotated or "no_rope_layers" in made:
         made["no_rope_layers"] = [int(layer not in target.unrotated) for layer in chosen]
-    for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
-        made.pop(pattern, None)  # the list of layers says it
+    # the list of layers says it, and a draft model's own weights are not quantised
+    gone = {"sliding_window_pattern", "_sliding_window_pattern", *QUANTISATION_KEYS}
     made |= target.naming.written_keys
-    for key in QUANTISATION_KEYS:
-        made.pop(key, None)  # a draft model's own weights are not quantised
-    return made
+    return {key: value for key, value in made.items() if key not in gone}
 
 
 def _start(folder: Path, layers: tuple[int, ...]) -> dict[str, Tensor] | None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -167,46 +167,46 @@ def load_head(files: HeadFiles[Record], target: Runner, build: Callable[[HeadBui
         return build(HeadBuilder(record, files.shapes, tensors, decoder, product, draft_vocab))
 
 
-def head_context(
-    spec: ModelSpec,
-    cache: KVCache,
-    tables: dict[Rope, Tensor],
-    width: int,
-    length: int,
-    starts: Sequence[int],
-    counts: Sequence[int],
-    first_row: int = 0,
-) -> ForwardContext:
-    """Return what the layers of a pass share: `width` columns a row, of which `counts` [B] are real."""
-    batch = len(starts)
-    places = [start if count else cache.scratch for start, count in zip(starts, counts, strict=True)]
-    columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-    real = None if len(columns) == batch * width else upload(columns, cache.device)
-    shape = PassShape(
-        first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
-        apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
-    )  # fmt: skip
-    return build_context(spec, tables, cache, shape, upload(places, cache.device), real)
+@dataclass(frozen=True, slots=True)
+class HeadCache:
+    """A head's cache and its rotary tables."""
+
+    kv: KVCache
+    tables: dict[Rope, Tensor]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, kv: KVCache) -> Self:
+        return cls(kv, rope_tables(spec, kv.stored, kv.device, kv.dtype))
+
+    def context(
+        self, spec: ModelSpec, width: int, length: int, starts: Sequence[int], counts: Sequence[int],
+        first_row: int = 0,
+    ) -> ForwardContext:  # fmt: skip
+        """Return what the layers of a pass share: `width` columns a row, of which `counts` [B] are real."""
+        batch, kv = len(starts), self.kv
+        places = [start if count else kv.scratch for start, count in zip(starts, counts, strict=True)]
+        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+        real = None if len(columns) == batch * width else upload(columns, kv.device)
+        shape = PassShape(
+            first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
+            apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
+        )  # fmt: skip
+        return build_context(spec, self.tables, kv, shape, upload(places, kv.device), real)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPass(DraftPass):
     """A pass that has a cache of its own."""
 
-    # that cache and its rotary tables, by the rows and the positions that are timed
-    scratch: dict[tuple[int, int], tuple[KVCache, dict[Rope, Tensor]]] = field(
-        default_factory=dict, kw_only=True, repr=False
-    )
+    # that cache, by the rows and the positions that are timed
+    scratch: dict[tuple[int, int], HeadCache] = field(default_factory=dict, kw_only=True, repr=False)
 
-    def scratch_of(
-        self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False
-    ) -> tuple[KVCache, dict[Rope, Tensor]]:
-        """Return a cache beside the given one, and its rotary tables; the last ones are kept."""
+    def scratch_of(self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False) -> HeadCache:
+        """Return a cache beside the given one; the last one is kept."""
         key = cache.rows, cache.positions
         if key not in self.scratch:
             self.scratch.clear()
-            made = cache.aligned(spec, blocked=blocked)
-            self.scratch[key] = made, rope_tables(spec, made.stored, made.device, made.dtype)
+            self.scratch[key] = HeadCache.of(spec, cache.aligned(spec, blocked=blocked))
         return self.scratch[key]
 
 
@@ -223,12 +223,10 @@ class HeadDrafter(WaitingReader):
         assert record.aux_layers is not None, "a record that was checked for a target has its layers"
         super().__init__(record.aux_layers)
         self.head, self.planned, self.vocabulary = head, planned, map_of(head.draft_vocab, target.decoder)
-        blocked = getattr(head, "kernels", None) is not None
-        self.own = tuple(
-            cache.aligned(spec, blocked=blocked and not at) for at, spec in enumerate(self.specs(record))
-        )
-        self.caches, self.cache = self.own, self.own[0]
-        self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
+        first, *others = self.specs(record)
+        self.cache = cache.aligned(first, blocked=blocked)
+        self.caches = self.own = (self.cache, *(cache.aligned(spec) for spec in others))
+        self._own = HeadCache.of(first, self.cache)
 
     @classmethod
     def specs(cls, record: HeadRecord) -> tuple[ModelSpec, ...]:

@@ -60,19 +60,16 @@ class HeadSettings:
             spec = replace(spec, rope=replace(spec.rope, theta=self.rope_theta))
         aux_layers = tuple(layer + (self.tap_shift or 0) for layer in record.aux_layers)
         if not all(0 <= layer <= target.layers for layer in aux_layers):
-            raise CheckpointError(
-                f"{SETTINGS}: tap_shift = {self.tap_shift} moves {list(record.aux_layers)} out of the target",
-                remedy=REMEDY,
-            )
+            shift = f"tap_shift = {self.tap_shift} moves {list(record.aux_layers)}"
+            raise CheckpointError(f"{SETTINGS}: {shift} out of the target", remedy=REMEDY)
         flags = {name: value for name, value in self.given.items() if name in FLAGS}
         fits = spec.hidden_size == target.hidden_size
         for name, value in flags.items():
-            gone = name.startswith("own_") and value != getattr(record, name) and (value or not fits)
-            if gone or (not name.startswith("own_") and name not in record.misread):
-                raise CheckpointError(
-                    f"{SETTINGS}: {name} = {json.dumps(value)} is not possible with this head",
-                    remedy=REMEDY,
-                )
+            own = name.startswith("own_")
+            gone = own and value != getattr(record, name) and (value or not fits)
+            if gone or (not own and name not in record.misread):
+                problem = f"{SETTINGS}: {name} = {json.dumps(value)} is not possible with this head"
+                raise CheckpointError(problem, remedy=REMEDY)
         changed = replace(record, spec=spec, aux_layers=aux_layers, **flags)
         return changed if self.window is None else changed.windowed(self.window)
 
@@ -109,7 +106,15 @@ def read_settings(head: Path) -> HeadSettings:
         kept = user_cache.read(KIND, _key(head))
         found, file = kept if isinstance(kept, dict) else {}, user_cache.keyed_path(KIND, _key(head)) or file
     for name, value in found.items():
-        _check(file, name, value)
+        sound = {
+            **dict.fromkeys(FLAGS, type(value) is bool),
+            "tap_shift": type(value) is int,
+            "rope_theta": type(value) in (int, float) and value > 0,
+            "window": type(value) is int and value > 0,
+        }
+        if not sound.get(name, False):
+            problem = f"{file}: {name} = {shortened(value)} is no setting of a head"
+            raise CheckpointError(problem, remedy=REMEDY)
     return HeadSettings(**found)
 
 
@@ -119,18 +124,6 @@ def _key(head: Path) -> list[Any]:
     of_head = [file for file in files if file.suffix in SUFFIXES and file.name != SETTINGS]
     stats = [(file.name, file.stat()) for file in of_head]
     return [str(head.resolve()), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
-
-
-def _check(file: Path, name: str, value: Any) -> None:
-    """Raise CheckpointError where a value is none of the setting, or there is no such setting."""
-    sound = {
-        **dict.fromkeys(FLAGS, type(value) is bool),
-        "tap_shift": type(value) is int,
-        "rope_theta": type(value) in (int, float) and value > 0,
-        "window": type(value) is int and value > 0,
-    }
-    if not sound.get(name, False):
-        raise CheckpointError(f"{file}: {name} = {shortened(value)} is no setting of a head", remedy=REMEDY)
 
 
 def write_settings(head: Path, settings: HeadSettings | Mapping[str, Any]) -> Path:
