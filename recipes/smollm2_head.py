@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from foredraft.train.head_run import train_eagle3
+from foredraft.train import trainers
 from foredraft.train.training_options import Eagle3Options
 
 from .demo.adapter import show
@@ -96,7 +96,7 @@ def main() -> None:
         work=given.work / "run",
         out=given.out,
     )
-    print(train_eagle3(options, given.model, report=show, threads=given.threads).as_dict())
+    print(trainers.train(options, given.model, report=show, threads=given.threads).as_dict())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import foredraft
 from foredraft import LLM, ConfigError, SamplingParams, demo
 from foredraft.cli import main
 from foredraft.cli.commands import app
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from tests.support import every_drafter
 from tests.support.checkpoints import VARIANTS, save_variant
 from tests.support.real_models import smollm2

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from foredraft.train.trainers import train_adapter
+from foredraft.train import trainers
 from foredraft.train.training_options import AdapterOptions
 
 from .corpus import read_sources
@@ -62,7 +62,7 @@ def main() -> None:
         work=given.work,
         out=given.out,
     )
-    print(train_adapter(options, report=show).as_dict())
+    print(trainers.train(options, report=show).as_dict())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from foredraft.train.head_run import train_eagle3
+from foredraft.train import trainers
 from foredraft.train.training_options import Eagle3Options
 
 from .adapter import refuse_held_out, show
@@ -76,7 +76,7 @@ def main() -> None:
         work=given.work / "run",
         out=given.out,
     )
-    print(train_eagle3(options, report=show, threads=given.threads).as_dict())
+    print(trainers.train(options, report=show, threads=given.threads).as_dict())
 
 
 if __name__ == "__main__":

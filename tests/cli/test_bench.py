@@ -22,7 +22,7 @@ from foredraft.cli import main
 from foredraft.cli.bench import lines as report_lines
 from foredraft.cli.bench import listed, options_of
 from foredraft.cli.render import STAGES
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from tests.cli.conftest import ChatModel, Cli, Words, document
 from tests.support.command import without_progress
 from tests.support.interrupting import handler_of_sigint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.kinds import RULES
+from foredraft.kinds.tables import RULES
 from tests.cli.conftest import Cli
 
 # A threshold that the random draft model's low confidence reaches.

@@ -30,7 +30,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.errors import ConfigError, Option
 from foredraft.kernels import library
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES
 from tests.cli.conftest import Cli, told
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft

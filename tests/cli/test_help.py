@@ -31,7 +31,7 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.verify import VERIFY
 from foredraft.cli.words import made_ready
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES
 from tests.cli.conftest import Cli
 
 Shown = Callable[[str], list[str]]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import foredraft
 from foredraft import SamplingParams
 from foredraft.cli import main
-from foredraft.drafters.adapter import find_adapter, target_hash
+from foredraft.drafters.kangaroo import find_adapter, target_hash
 from foredraft.drafters.plan_files import find_plan, model_hash
 from foredraft.model.lora.merging import with_loras
 from tests.cli.conftest import Cli

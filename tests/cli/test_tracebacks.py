@@ -13,7 +13,7 @@ import pytest
 
 import foredraft
 from foredraft import ConfigError
-from foredraft.drafters.adapter import read_adapter
+from foredraft.drafters.kangaroo import read_adapter
 from foredraft.drafters.plan_files import read_plan
 from foredraft.errors import CheckpointError, ForedraftError
 from foredraft.files import is_no_file

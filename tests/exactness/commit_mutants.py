@@ -22,9 +22,7 @@ from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.scheduler import Rows, Scheduler
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.lookup import NGramIndex
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.recent_texts import TextIndex
 from foredraft.drafters.states import KnownStates
 from foredraft.model.runner import Resume
@@ -228,13 +226,6 @@ def one_more_read(
     return logits
 
 
-@around
-def index_keeps_later_places(rewind: Function, index: NGramIndex, length: int) -> None:
-    later = dict(index._after)
-    rewind(index, length)
-    index._after = {gram: later.get(gram, place) for gram, place in index._after.items()}
-
-
 DRAFTERS = {
     checks.skipping_tokens: [
         ("a draft's own rows taken for the text while it is made", LayerSkip.step, own_rows_taken_for_text),
@@ -257,7 +248,7 @@ DRAFTERS = {
     partial(identity.test_a_perfect_drafter_is_accepted_whole, "draft-model"): [
         ("the last token of a draft accepted whole never read", DraftModel.step, one_more_read)
     ],
-    checks.rewound_lookup: [("an index that does not go back", NGramIndex.rewind, index_keeps_later_places)],
+    checks.rewound_lookup: [("an index that does not go back", TextIndex.rewind, nothing)],
     checks.rewound_suffix: [("texts that do not go back", TextIndex.rewind, nothing)],
 }
 

@@ -16,7 +16,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.noise import NoiseKeys
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.vocab_ops import leading
-from foredraft.drafters.low_bit import LowBit, low_bit_copy
+from foredraft.drafters.layer_skip import LowBit, low_bit_copy
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native import NativeCodes
 from tests.exactness.test_bits import PROMPTS, accepted_of, assert_same, plain_ids

@@ -25,9 +25,8 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.kangaroo import Kangaroo
-from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.lookup import Lookup
-from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.kernels.compilation import library
 from tests.support import coded, harness

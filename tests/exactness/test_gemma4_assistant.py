@@ -194,7 +194,7 @@ def test_a_prompt_that_is_not_read_again_is_drafted_for_as_well() -> None:
         engine.step()
         for sequence in engine.rows.sequences:
             if sequence.decoding:
-                assert drafter.cache.lengths[sequence.row] == len(sequence.tokens) - 1
+                assert drafter.states.lengths[sequence.row] == len(sequence.tokens) - 1
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ DEFECTS = {
         ("rotated with the last committed position", attention.rope_tables, rotated_with_the_last_committed),
         (
             "states before the final norm",
-            Gemma4Assistant._last_states,
-            holding(lambda own, starts: (own, "_norm", torch.nn.Identity())),
+            Gemma4Assistant.step,
+            holding(lambda own, *given: (own, "_norm", torch.nn.Identity())),
         ),
         ("keys and values of the first layers", gemma4_assistant.producers, the_first_producers),
     ],

@@ -16,8 +16,7 @@ from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters import states
-from foredraft.drafters.adapter import load_adapter, read_adapter
-from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.kangaroo import Kangaroo, load_adapter, read_adapter
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume

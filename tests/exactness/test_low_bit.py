@@ -13,8 +13,7 @@ import torch
 import foredraft
 from foredraft import LLM, ConfigError, SamplingParams
 from foredraft.decode.policy import Fixed
-from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.low_bit import LowBit, low_bit_copy
+from foredraft.drafters.layer_skip import LayerSkip, LowBit, low_bit_copy
 from foredraft.drafters.skips import Skips
 from foredraft.kernels.compilation import library
 from foredraft.model.decoder import Decoder

@@ -124,7 +124,7 @@ class Schedule(RuleBasedStateMachine):
                 assert sum(turn.emitted for turn in sequence.rounds) == len(want)
         assert not any(cache.lengths[row] for cache in self.engine.rows.caches for row in range(cache.rows))
         for drafter in self.engine.drafters.values():  # no state is left of finished sequences
-            for table in ("lengths", "joined", "_indices", "_stepped", "_starts", "_seats"):
+            for table in ("lengths", "joined", "indices", "_stepped", "_starts", "_seats"):
                 assert not getattr(drafter, table, ()), f"{drafter.name} keeps {table}"
 
 

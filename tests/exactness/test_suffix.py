@@ -34,7 +34,7 @@ def test_texts_of_earlier_requests_change_no_text(rows: int, most_bytes: int) ->
     waves = [[greedy(prompt, "suffix") for prompt in PROMPTS] for _ in range(3)]
     for sequences in waves:
         assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
-        assert made.texts.bytes <= most_bytes and not made._own
+        assert made.texts.bytes <= most_bytes and not made.indices
     (_, first), *_, (all_drafted, last) = map(drafted, waves)
     assert last < all_drafted, "a weak drafter is rejected sometimes"
     if most_bytes > 1 << 19:

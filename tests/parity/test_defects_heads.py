@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.decode.distribution import Distribution
-from foredraft.drafters.block_drafter import BlockDrafter, Chain
+from foredraft.drafters.block_drafter import BlockDrafter, BlockHead, Chain, Markov
 from foredraft.drafters.draft_model import VocabularyMap
-from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.heads.block_head import BlockHead, Markov
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
+from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.medusa import MedusaHeads, load_medusa
 from foredraft.drafters.states import kept
@@ -53,7 +51,7 @@ OTHER_RESIDUAL = in_record(norm_before_residual=lambda record: not record.norm_b
 OTHER_RECURRENCE = in_record(norm_output=lambda record: not record.norm_output)
 
 offsets_as_ids = around(lambda read, *given, **named: read(*given, **{**named, "absolute": True}))
-token_of_the_state_itself = argument(3, lambda tokens: tokens.roll(1, 1))
+token_of_the_state_itself = argument(2, lambda tokens: tokens.roll(1, 1))
 
 
 @around
@@ -179,7 +177,7 @@ def contexts_of_accepted_tokens_left_out(
     observe(drafter, sequence, start, states if prompt else {layer: own[:1] for layer, own in states.items()})
 
 
-contexts_a_position_late = argument(4, lambda starts: [start + 1 for start in starts])
+contexts_a_position_late = argument(3, lambda starts: [start + 1 for start in starts])
 # take the states of a draft's tokens for contexts: the block sees one position more than is committed
 anchor_in_the_context = argument(1, lambda anchors: anchors + 1)
 the_likeliest_token_before = argument(1, torch.zeros_like)

@@ -17,10 +17,9 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 
 import foredraft
 from foredraft.doctor.teacher_forced import block_drafts, head_drafts, read_text
-from foredraft.drafters.heads.block_files import read_block
-from foredraft.drafters.heads.block_head import BlockHead, load_block
-from foredraft.drafters.heads.eagle3_files import read_eagle3
-from foredraft.drafters.heads.eagle3_head import load_eagle3
+from foredraft.drafters.block_drafter import BlockHead, load_block
+from foredraft.drafters.eagle3 import load_eagle3
+from foredraft.drafters.heads.configs import read_block, read_eagle3
 from foredraft.model.runner import Runner
 from tests.parity.test_heads import KEYS, V
 from tests.support import heads

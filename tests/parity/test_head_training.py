@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.doctor.teacher_forced import block_drafts, head_drafts, read_text
+from foredraft.drafters.block_drafter import load_block
+from foredraft.drafters.eagle3 import Eagle3Head, load_eagle3
 from foredraft.drafters.heads import writing
-from foredraft.drafters.heads.block_files import layers_of, read_block
-from foredraft.drafters.heads.block_head import load_block
-from foredraft.drafters.heads.eagle3_files import HEAD, read_eagle3
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
-from foredraft.drafters.heads.record import BlockRecord, HeadRecord
+from foredraft.drafters.heads.configs import layers_of, read_block, read_eagle3
+from foredraft.drafters.heads.record import HEAD, BlockRecord, HeadRecord
 from foredraft.drafters.heads.writing import (
     llama_body,
     qwen3_body,
@@ -30,9 +29,8 @@ from foredraft.drafters.heads.writing import (
 )
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
-from foredraft.train import eagle3_student
-from foredraft.train.block_student import BlockStudent
-from foredraft.train.eagle3_student import Eagle3Student
+from foredraft.train import head_students
+from foredraft.train.head_students import BlockStudent, Eagle3Student
 from foredraft.train.loop import TrainingRun, acceptance
 from foredraft.train.processes import Processes
 from foredraft.train.target import Batches, Document, FrozenTarget, Packed, PackedPass
@@ -268,7 +266,7 @@ def fed_by_the_target() -> Mutant:
 ids_in_place_of_offsets = around(
     lambda maps, ids, record: {"d2t": maps(ids, record)["d2t"] - (ids >= 5).long()}
 )
-a_slot_late = argument(2, lambda blocks: blocks._replace(hidden=blocks.hidden.roll(1, 1)))
+a_slot_late = changed(lambda blocks: (blocks[0], blocks[1].roll(1, 1)))
 anchors_context_seen = argument(4, lambda given: tuple(each.roll(-1, 0) for each in given))
 blocks_seen_by_the_next = argument(3, lambda own: (own[0], *(each.roll(BLOCK, 0) for each in own[1:])))
 written_layers_one_off = argument(
@@ -278,7 +276,7 @@ step = functools.partial(check_step, "safeailab")
 written = test_what_is_written_drafts_as_the_student_does
 block_written = test_a_block_that_is_written_drafts_as_the_student_does
 MUTANTS = [
-    defect("the anchor shifted", eagle3_student.reaching, anchor_shifted, step),
+    defect("the anchor shifted", head_students.reaching, anchor_shifted, step),
     defect("layers one off", FrozenTarget.states, layers_one_off, step),
     defect("later queries at the anchor's position", PackedPass.__init__, not_rotated_on, step),
     defect("earlier steps of the draft unseen", Eagle3Student._attended, own_keys_of_the_last_step_alone, step),
@@ -286,7 +284,7 @@ MUTANTS = [
     defect("d2t off by one", writing.maps_of, ids_in_place_of_offsets, written),
     defect("layers one off in what is written", FrozenTarget.states, layers_one_off, written),
     defect("block: layers one off", FrozenTarget.states, layers_one_off, check_block_step),
-    defect("the slot before", BlockStudent._drafted, a_slot_late, check_block_step),
+    defect("the slot before", BlockStudent._blocks, a_slot_late, check_block_step),
     defect("the anchor's context seen", BlockStudent._attended, anchors_context_seen, check_block_step),
     defect("another block seen", BlockStudent._attended, blocks_seen_by_the_next, check_block_step),
     defect("block: layers one off in what is written", writing.z_lab_config, written_layers_one_off, block_written),

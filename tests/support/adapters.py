@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foredraft.drafters.adapter import VOCABULARY, AdapterConfig, target_hash, write_adapter
 from foredraft.drafters.asset import WITH_MLP
+from foredraft.drafters.kangaroo import VOCABULARY, AdapterConfig, target_hash, write_adapter
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
 

@@ -13,9 +13,8 @@ from foredraft.decode.drafter import Drafter
 from foredraft.decode.policy import Policy
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.kangaroo import Kangaroo
-from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.lookup import Lookup, PredictedOutputs
-from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.retokenize import STRETCH, Retokenize
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.sampler import PlainTarget

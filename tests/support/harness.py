@@ -23,8 +23,8 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import Lookup, PredictedOutputs
 from foredraft.drafters.skips import Skips
-from foredraft.kinds import DRAFTERS as KINDS
 from foredraft.kinds.compatibility import asset_options
+from foredraft.kinds.tables import DRAFTERS as KINDS
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import Forward
 from foredraft.model.source import ModelSource

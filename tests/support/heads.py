@@ -17,8 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foredraft.drafters.heads.eagle3_files import read_eagle3
-from foredraft.train.eagle3_student import Eagle3Student
+from foredraft.drafters.heads.configs import read_eagle3
+from foredraft.train.head_students import Eagle3Student
 from foredraft.train.target import FrozenTarget
 
 LAYERS = 7  # of the targets: the default auxiliary layers are 2, 3, 4

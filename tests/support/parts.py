@@ -22,7 +22,7 @@ from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel, VocabularyMap
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.recent_texts import RecentTexts, TextsFile
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.suffix import Suffix

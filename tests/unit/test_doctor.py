@@ -21,14 +21,11 @@ from foredraft.cli import main
 from foredraft.doctor import Diagnosis, diagnose, examination, teacher_forced
 from foredraft.doctor.examination import changes
 from foredraft.doctor.teacher_forced import DraftAcceptance, ReadText, block_drafts, head_drafts, read_text
-from foredraft.drafters.block_drafter import BlockDrafter
-from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.heads import head_asset
-from foredraft.drafters.heads.block_files import read_block
-from foredraft.drafters.heads.block_head import load_block
-from foredraft.drafters.heads.eagle3_files import read_eagle3
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, load_eagle3
-from foredraft.drafters.heads.head_asset import SETTINGS, HeadSettings, read_settings, write_settings
+from foredraft.drafters.block_drafter import BlockDrafter, load_block
+from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
+from foredraft.drafters.heads import settings as head_asset
+from foredraft.drafters.heads.configs import read_block, read_eagle3
+from foredraft.drafters.heads.settings import SETTINGS, HeadSettings, read_settings, write_settings
 from foredraft.loading.inspection import inspect_models
 from tests.parity.test_heads import KEYS, V
 from tests.support.blocks import BLOCK, FORMATS, save_block

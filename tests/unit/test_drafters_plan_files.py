@@ -14,13 +14,13 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from foredraft import CheckpointError, ConfigError
+from foredraft.drafters.asset import any_kept
 from foredraft.drafters.plan_files import (
     PlanFile,
     find_plan,
     keep_plan,
     model_hash,
     plan_place,
-    plans_kept,
     read_plan,
     write_plan,
 )
@@ -131,10 +131,10 @@ def test_an_invalid_plan_is_not_written(tmp_path: Path) -> None:
 
 def test_a_plan_is_found_by_the_hash_of_its_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_plan(PLAN.model_hash) is None
-    assert not plans_kept()
+    assert not any_kept("plans")
     place = keep_plan(PLAN)
     assert place is not None and place.is_relative_to(cache) and place == plan_place(PLAN.model_hash)
-    assert plans_kept()
+    assert any_kept("plans")
     assert find_plan(PLAN.model_hash) == PLAN and find_plan("b" * 64) is None
     other = place.rename(place.with_name("b" * 64 + ".json"))
     with pytest.raises(ConfigError, match="plan is for 'tiny', which is another model than"):

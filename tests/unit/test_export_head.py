@@ -16,11 +16,11 @@ from torch import Tensor
 import foredraft
 from foredraft.cli import main
 from foredraft.doctor.teacher_forced import head_drafts, read_text
+from foredraft.drafters.eagle3 import load_eagle3
 from foredraft.drafters.heads import writing
-from foredraft.drafters.heads.eagle3_files import read_eagle3
-from foredraft.drafters.heads.eagle3_head import load_eagle3
+from foredraft.drafters.heads.configs import read_eagle3
 from foredraft.drafters.heads.gguf_files import read_head
-from foredraft.drafters.heads.head_asset import HeadSettings, read_settings, write_settings
+from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
 from foredraft.export import command
 from foredraft.export.command import export_head
 from foredraft.model.gguf.file import GGUFFile

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import foredraft
-from foredraft.drafters.heads.eagle3_files import is_eagle, read_eagle
-from foredraft.drafters.heads.gguf_files import is_eagle3_gguf, read_head
-from foredraft.drafters.heads.head_asset import HeadSettings, read_settings, write_settings
-from foredraft.drafters.medusa import is_medusa, read_medusa
+from foredraft.drafters.heads.configs import read_eagle
+from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.head_asset import is_eagle, is_eagle3_gguf, is_medusa
+from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
+from foredraft.drafters.medusa import read_medusa
 from tests.parity.test_heads import KEYS, V
 from tests.support.checkpoints import reference_model
 from tests.support.eagle import save_eagle

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from foredraft import ConfigError, RequestError
 from foredraft.drafters.asset import Missing
-from foredraft.kinds import DRAFTERS, POLICIES, RULES, compatibility, default_drafter, suits
-from foredraft.kinds.compatibility import PolicyTraits
+from foredraft.kinds import compatibility
+from foredraft.kinds.compatibility import default_drafter, suits
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,7 @@ def test_options_with_an_effect_are_accepted() -> None:
     compatibility.check_effects("none", rule="coupled")
 
 
+TRAITS = "uses_costs", "stops_by_content"
 LOADED = {"lookup": False, "draft-model": True}
 
 
@@ -160,7 +163,7 @@ LOADED = {"lookup": False, "draft-model": True}
     ],
 )
 def test_requests_select_loaded_drafters(drafter: str, policy: str, selected: tuple[str, ...] | str) -> None:
-    traits = PolicyTraits.named(policy)
+    traits: Any = SimpleNamespace(name=policy, **{each: getattr(POLICIES[policy], each) for each in TRAITS})
     if isinstance(selected, tuple):
         assert compatibility.select_drafters(drafter, LOADED, traits) == selected
         return

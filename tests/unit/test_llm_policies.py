@@ -12,7 +12,7 @@ from foredraft.decode.policy import ByRequest
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.errors import RequestError
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 

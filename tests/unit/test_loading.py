@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import foredraft
-from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
+from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, loading
 from foredraft.bench.bench_records import DraftCost
 from foredraft.bench.measurement import measure_costs
 from foredraft.decode.policy import Policy
@@ -26,7 +26,7 @@ from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.plan_files import PlanFile, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.kernels.compilation import library
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES, DrafterKind, PolicyKind
 from foredraft.loading import load_for, options_for
 from foredraft.loading.checkpoints import find_target, read_draft
 from foredraft.model.spec import ModelSpec
@@ -68,7 +68,7 @@ class Echo(Lookup):
 
 
 def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = kinds.DrafterKind("copies the text", lambda: Nothing(Echo), lossless=False)
+    kind = DrafterKind("copies the text", lambda: Nothing(Echo), lossless=False)
     monkeypatch.setitem(DRAFTERS, "echo", kind)
     llm = load(models, drafter="echo", max_batch=2, max_length=64)
     [output] = llm.generate("a b a b a b", GREEDY)
@@ -85,7 +85,7 @@ def add_policy(monkeypatch: pytest.MonkeyPatch, longest: int) -> list[int]:
         made.append(longest)
         return POLICIES["fixed"].make(longest)
 
-    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as possible", make, max_draft=longest))
+    monkeypatch.setitem(POLICIES, "bold", PolicyKind("as long as possible", make, max_draft=longest))
     return made
 
 
@@ -374,7 +374,7 @@ def test_caches_that_do_not_fit_are_told_by_size(models: Path, monkeypatch: pyte
 
 
 def test_the_tables_do_not_import_torch() -> None:
-    code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
+    code = "import sys, foredraft.kinds.tables; print('torch' in sys.modules)"
     assert python("-c", code) == "False\n"
 
 

@@ -12,7 +12,7 @@ import torch
 
 import foredraft
 from foredraft.bench.machine_record import model_record
-from foredraft.drafters.adapter import adapter_place, target_hash
+from foredraft.drafters.kangaroo import adapter_place, target_hash
 from foredraft.drafters.plan_files import keep_plan
 from foredraft.errors import ForedraftError
 from foredraft.kernels.compilation import library

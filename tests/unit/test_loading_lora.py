@@ -15,8 +15,8 @@ from torch import Tensor
 
 import foredraft
 from foredraft import CheckpointError, ConfigError, SamplingParams
-from foredraft.drafters.adapter import adapter_place, target_hash
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.kangaroo import adapter_place, target_hash
+from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import keep_plan, model_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models

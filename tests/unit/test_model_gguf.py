@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from foredraft.drafters.adapter import target_hash
+from foredraft.drafters.kangaroo import target_hash
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model.checkpoint import first_values, weight_headers

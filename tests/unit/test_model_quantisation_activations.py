@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.machine_record import model_record
-from foredraft.drafters.low_bit import low_bit_copy
+from foredraft.drafters.layer_skip import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model.layers import Linear, QuantisedInputs

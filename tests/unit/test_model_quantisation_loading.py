@@ -20,7 +20,7 @@ from torch import Tensor
 
 import foredraft
 from foredraft import SamplingParams
-from foredraft.drafters.adapter import adapter_spec, target_hash
+from foredraft.drafters.kangaroo import adapter_spec, target_hash
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 from foredraft.cli import main
-from foredraft.drafters.adapter import target_hash
+from foredraft.drafters.kangaroo import target_hash
 from foredraft.errors import CheckpointError
 from foredraft.model import memory, safetensors_file
 from foredraft.model.safetensors_file import DTYPES, SafetensorsFile

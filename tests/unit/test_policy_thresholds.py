@@ -13,7 +13,7 @@ from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence, target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from foredraft.loading.checkpoints import check_settings
 
 

@@ -127,7 +127,7 @@ def test_the_guide_for_users_of_other_programs_has_the_server_and_the_names_that
 
 
 def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
-    from foredraft.kinds import POLICIES
+    from foredraft.kinds.tables import POLICIES
 
     guide = (ROOT / "docs/guides/policies.md").read_text(encoding="utf-8")
     assert ROWS.findall(guide) == list(POLICIES)
@@ -139,7 +139,7 @@ def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
 
 def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:
     from foredraft import SamplingParams
-    from foredraft.kinds import DRAFTERS
+    from foredraft.kinds.tables import DRAFTERS
 
     guides = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
     assert ROWS.findall(guides["drafters"]) == list(DRAFTERS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.errors import ConfigError
-from foredraft.train.trainers import train_draft
+from foredraft.train import trainers
 from foredraft.train.training_options import DraftOptions
 from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint, save_variant
 from tests.support.variants_gemma4 import FAMILIES as GEMMA4
@@ -46,7 +46,7 @@ def test_a_family_with_layers_of_several_shapes_is_refused(data: Path, tmp_path:
     target = save_checkpoint(tmp_path / "target", "gemma4", tokenizer=True)
     options = DraftOptions(data=(data,), out=tmp_path / "draft", work=tmp_path / "work", layers=2)
     with pytest.raises(ConfigError, match="draft model of the form of a Gemma4ForCausalLM"):
-        train_draft(options, str(target), device="cpu")
+        trainers.train(options, str(target), device="cpu")
 
 
 def distilled(family: str, data: Path, folder: Path, **config: Any) -> tuple[Path, Path]:
@@ -56,7 +56,7 @@ def distilled(family: str, data: Path, folder: Path, **config: Any) -> tuple[Pat
         data=(data,), out=folder / "draft", work=folder / "work", layers=2, from_layers=FROM_LAYERS[family], steps=4,
         step_tokens=128, group_tokens=128, length=32, validate_every=4, warm_up=2,
     )  # fmt: skip
-    train_draft(options, str(target), device="cpu")
+    trainers.train(options, str(target), device="cpu")
     return target, folder / "draft"
 
 

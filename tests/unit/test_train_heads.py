@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from foredraft.drafters.heads import head_asset as head_settings
-from foredraft.drafters.heads.eagle3_files import FIRST_LAYERS, read_eagle3
-from foredraft.drafters.heads.head_asset import HeadSettings, write_settings
+from foredraft.drafters.heads import settings as head_settings
+from foredraft.drafters.heads.configs import FIRST_LAYERS, read_eagle3
+from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.errors import ConfigError, ForedraftError
-from foredraft.train.head_run import train_dflash, train_eagle3
+from foredraft.train import trainers
 from foredraft.train.loop import drafts_of
 from foredraft.train.target import FrozenTarget
 from foredraft.train.training_options import DFlashOptions, Eagle3Options
@@ -26,8 +26,7 @@ from tests.parity.test_head_training import block_student
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import BODY, LAYERS, save_head
 from tests.support.heads import student_of as eagle3_student
-from tests.support.trained_texts import check_prediction
-from tests.support.training import CPU, QUICK, curve, random_words, save_target
+from tests.support.training import CPU, QUICK, check_prediction, curve, random_words, save_target
 
 GAMMA = 3
 
@@ -42,12 +41,12 @@ class Kind:
 
 KINDS = {
     "eagle3": Kind(
-        train_eagle3,
+        trainers.train,
         Eagle3Options,
         {"taps": (2, 3), "draft_length": GAMMA},
         lambda head, target: eagle3_student(head, target, GAMMA, 0.8),
     ),
-    "dflash": Kind(train_dflash, DFlashOptions, {"layers": 1, "taps": (1, 2), "block": 4}, block_student),
+    "dflash": Kind(trainers.train, DFlashOptions, {"layers": 1, "taps": (1, 2), "block": 4}, block_student),
 }
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft import ConfigError
+from foredraft.train import trainers
 from foredraft.train.preparation import RunKey
-from foredraft.train.trainers import train_adapter
 from foredraft.train.training_checkpoints import TrainingCheckpoints
 from foredraft.train.training_options import AdapterOptions
 from tests.support.limits import no_more_bytes
@@ -54,7 +54,7 @@ def stopped(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def train(model: Path, given: AdapterOptions) -> Any:
-    return train_adapter(given, str(model), device="cpu")
+    return trainers.train(given, str(model), device="cpu")
 
 
 @pytest.fixture

@@ -19,23 +19,22 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import ConfigError, SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.adapter import read_adapter
-from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.drafters.kangaroo import Kangaroo, read_adapter
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
+from foredraft.train import trainers
 from foredraft.train.losses import overlap
 from foredraft.train.students import AdapterStudent
 from foredraft.train.target import Document, FrozenTarget, Packed
-from foredraft.train.trainers import train_adapter, train_draft
 from foredraft.train.training_options import AdapterOptions, DraftOptions
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 from tests.support.running import forked
-from tests.support.trained_texts import check_prediction
 from tests.support.training import (
     CPU,
     QUICK,
+    check_prediction,
     curve,
     random_words,
     save_target,
@@ -72,7 +71,7 @@ def weights(folder: Path, name: str = "adapter") -> dict[str, torch.Tensor]:
 
 
 def train(model: Path, given: AdapterOptions) -> Any:
-    return train_adapter(given, str(model), device="cpu")
+    return trainers.train(given, str(model), device="cpu")
 
 
 def command(model: Path, given: AdapterOptions) -> list[str]:
@@ -90,7 +89,7 @@ def _train_until_killed(arguments: list[str]) -> None:
         if stage == "train" and done == 7:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train_adapter(options(data, folder, steps=14), str(model), report=kill, device="cpu")
+    trainers.train(options(data, folder, steps=14), str(model), report=kill, device="cpu")
 
 
 @pytest.mark.heavy
@@ -146,7 +145,7 @@ def test_an_adapter_starts_as_the_best_layer(model: Path, data: Path, tmp_path: 
             tensors[name].zero_()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     given = options(data, tmp_path, steps=1, learning_rate=1e-9, warm_up=0)
-    train_adapter(given, str(target), device="cpu", dtype=dtype)
+    trainers.train(given, str(target), device="cpu", dtype=dtype)
     written = weights(tmp_path)
     for name, weight in layer_tensors(target, 1).items():
         torch.testing.assert_close(written[name], weight.to(written[name].dtype))
@@ -155,8 +154,8 @@ def test_an_adapter_starts_as_the_best_layer(model: Path, data: Path, tmp_path: 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_is_trained_has_its_targets_dtype(model: Path, data: Path, tmp_path: Path, dtype: str) -> None:
     """No operator multiplies the target's float16 with the bfloat16 of a student."""
-    train_adapter(options(data, tmp_path, steps=2), str(model), device="cpu", dtype=dtype)
-    train_draft(draft_options(data, tmp_path, steps=2, layers=1), str(model), device="cpu", dtype=dtype)
+    trainers.train(options(data, tmp_path, steps=2), str(model), device="cpu", dtype=dtype)
+    trainers.train(draft_options(data, tmp_path, steps=2, layers=1), str(model), device="cpu", dtype=dtype)
     for name in ("adapter", "draft"):
         found = weights(tmp_path, name).values()
         assert {str(t.dtype) for t in found if t.is_floating_point()} == {f"torch.{dtype}"}
@@ -342,10 +341,12 @@ def test_the_target_writes_what_a_drafter_learns(model: Path, data: Path, tmp_pa
 
 def test_a_distilled_draft_drafts(model: Path, data: Path, tmp_path: Path) -> None:
     given = draft_options(data, tmp_path, steps=30, validate_every=10, layers=2, from_layers=(0, 2))
-    train_draft(given, str(model), device="cpu")
+    trainers.train(given, str(model), device="cpu")
     assert drafts_as_plain(model, draft=tmp_path / "draft", drafter="draft-model")
     with pytest.raises(ConfigError, match="layer 9"):
-        train_draft(draft_options(data, tmp_path / "x", layers=1, from_layers=(9,)), str(model), device="cpu")
+        trainers.train(
+            draft_options(data, tmp_path / "x", layers=1, from_layers=(9,)), str(model), device="cpu"
+        )
 
 
 def test_a_run_of_other_options_is_not_continued(model: Path, data: Path, tmp_path: Path) -> None:
@@ -371,7 +372,9 @@ def test_a_folder_of_other_files_is_never_replaced(model: Path, data: Path, tmp_
         with pytest.raises(ConfigError, match="out is .*(holds other files|no folder); give a new folder"):
             train(model, options(data, tmp_path, steps=4, out=place))
         with pytest.raises(ConfigError, match="out is .*(holds other files|no folder); give a new folder"):
-            train_draft(draft_options(data, tmp_path, layers=3, steps=2, out=place), str(model), device="cpu")
+            trainers.train(
+                draft_options(data, tmp_path, layers=3, steps=2, out=place), str(model), device="cpu"
+            )
     assert (mine / "thesis.txt").read_text() == "years of work"
     given = options(data, tmp_path, steps=4, out=tmp_path / "empty", fresh=True)
     (tmp_path / "empty").mkdir()

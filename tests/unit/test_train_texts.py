@@ -55,7 +55,7 @@ def counted_text(tokenizer: Tokenizer, document: Document) -> str:
 
 
 def read(tokenizer: Tokenizer, file: Path, length: int = 500, **more: Any) -> list[Document]:
-    return DocumentReader(tokenizer, EOS, length, **more).corpus([file]).documents
+    return DocumentReader(tokenizer, EOS, length, **more).corpus([file])
 
 
 def test_of_an_exchange_the_response_counts(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_a_bad_line_is_named_or_counted(case: str, tokenizer: Tokenizer, tmp_pat
         read(tokenizer, file)
     assert message in str(caught.value)
     good = lines(tmp_path, content, {"text": "a few tokens"}, name="more.jsonl")
-    corpus = DocumentReader(tokenizer, EOS, 100, skip_bad_lines=True).corpus([good])
-    assert corpus.skipped == 1 and len(corpus.documents) == 1 + (case == "broken line")
+    reading = DocumentReader(tokenizer, EOS, 100, skip_bad_lines=True)
+    assert len(reading.corpus([good])) == 1 + (case == "broken line") and reading.skipped == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from foredraft.bench.measurement import measure_costs
 from foredraft.cli import main
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
-from foredraft.drafters.low_bit import LowBit, low_bit_copy
+from foredraft.drafters.layer_skip import LowBit, low_bit_copy
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.drafters.skips import Skips
 from foredraft.kernels.compilation import library

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from foredraft import ConfigError, ForedraftError, user_cache
-from foredraft.drafters.adapter import (
+from foredraft.drafters.asset import any_kept
+from foredraft.drafters.kangaroo import (
     WEIGHTS,
     adapter_place,
     find_adapter,
@@ -22,7 +23,7 @@ from foredraft.drafters.adapter import (
     read_adapter,
     target_hash,
 )
-from foredraft.drafters.plan_files import find_plan, keep_plan, plans_kept
+from foredraft.drafters.plan_files import find_plan, keep_plan
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from foredraft.user_cache import (
@@ -189,7 +190,7 @@ def test_a_path_that_is_too_long_is_no_error(variable: str, monkeypatch: pytest.
     monkeypatch.setenv(variable, "/" + "x" * 5000)
     write("profiles", KEY, DOCUMENT)
     assert read("profiles", KEY) is None and find_file("profiles", KEY, ".so") is None
-    assert not plans_kept() and find_plan(PLAN.model_hash) is None
+    assert not any_kept("plans") and find_plan(PLAN.model_hash) is None
     with pytest.raises(ConfigError, match=r"which cannot be written \(File name too long\)"):
         keep_plan(PLAN)
 

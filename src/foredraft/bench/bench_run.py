@@ -27,7 +27,7 @@ from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
-from foredraft.kinds import DRAFTERS
+from foredraft.kinds.tables import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings

@@ -22,7 +22,7 @@ from foredraft.decode.params import RuleName, SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import ConfigError, ForedraftError, Option, RequestError, python_spelling
-from foredraft.kinds import DRAFTERS, RULES
+from foredraft.kinds.tables import DRAFTERS, RULES
 from foredraft.llm import LLM
 from foredraft.loading.checkpoints import make_policy
 from foredraft.loading.machine_limits import free_memory

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, did_you_mean
-from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
+from foredraft.kinds.compatibility import missing_part, suits
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
 
 if TYPE_CHECKING:
     from foredraft.bench.contender import BenchContext, Contender

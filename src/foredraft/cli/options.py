@@ -20,9 +20,9 @@ from foredraft.cli.sections import COMMON, Given, Repeatable, declared_in, deriv
 from foredraft.cli.words import read_text
 from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.errors import ConfigError, Option
-from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
-from foredraft.kinds.compatibility import asset_options, check_effects
+from foredraft.kinds.compatibility import asset_options, check_effects, default_drafter
 from foredraft.kinds.load_options import LoadOptions
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]  # off by default, without a --no- form
 MODEL = Group("Model", sort_key=1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
@@ -160,18 +159,6 @@ def draft(
     return _run("draft", options, model, output)
 
 
-def _layers(text: str | None, option: str) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = (-1,)
-    if min(found) < 0:
-        raise ConfigError(option=option, value=text, remedy="give layers such as 0,15")
-    return found
-
-
 def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
     """Train, show the progress, and print what came of it."""
     values = vars(given)
@@ -184,7 +171,8 @@ def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
     check_places(html=output.html)
     leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
     bars = started() if leads else None
-    train = _trainer(what)  # imports PyTorch, and so before signals wait for the next report
+    from foredraft.train.trainers import train  # imports PyTorch, before signals wait for the next report
+
     try:
         with Interrupt() as interrupt:
 
@@ -197,31 +185,26 @@ def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
     finally:
         if bars is not None:
             bars.clear()
-    if output.json and leads:
-        print(json.dumps(result.as_dict()))
-    elif leads:
-        print("\n".join(_lines(what, result, found=values["out"] is None)))
+    if leads:
+        found = values["out"] is None
+        print(json.dumps(result.as_dict()) if output.json else "\n".join(_lines(what, result, found=found)))
     if output.html is not None and leads:
-        write_whole(output.html, _page(what, result, asdict(options)), "html")
+        from foredraft.pages.training import training_page
+        from foredraft.train.training_checkpoints import FILE, whole_lines
+
+        figures = whole_lines(Path(result.work) / FILE)
+        write_whole(output.html, training_page(what, result, figures, asdict(options)), "html")
     return 0
 
 
-def _page(what: str, result: Result, options: dict[str, Any]) -> str:
-    """Return the --html page."""
-    from foredraft.pages.training import training_page
-    from foredraft.train.training_checkpoints import FILE, whole_lines
-
-    return training_page(what, result, whole_lines(Path(result.work) / FILE), options)
-
-
-def _trainer(what: str) -> Callable[..., Result]:
-    from foredraft.train.head_run import train_dflash, train_eagle3
-    from foredraft.train.trainers import train_adapter, train_draft
-
-    trainers: dict[str, Callable[..., Result]] = {
-        "adapter": train_adapter, "eagle3": train_eagle3, "dflash": train_dflash, "draft": train_draft,
-    }  # fmt: skip
-    return trainers[what]
+def _layers(text: str | None, option: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(",")) if text is not None else ()
+    except ValueError:
+        found = (-1,)
+    if min(found, default=0) < 0:
+        raise ConfigError(option=option, value=text, remedy="give layers such as 0,15")
+    return found
 
 
 def _lines(what: str, result: Result, *, found: bool) -> list[str]:

@@ -32,7 +32,7 @@ from foredraft.cli.render import started
 from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
 from foredraft.cli.words import check_places, print_error, read_prompts, table, with_weights, write_report
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS
+from foredraft.kinds.tables import DRAFTERS
 from foredraft.verify import VerifySettings
 
 if TYPE_CHECKING:

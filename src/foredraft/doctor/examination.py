@@ -25,13 +25,11 @@ from foredraft.doctor.teacher_forced import (
     model_acceptance,
     read_text,
 )
-from foredraft.drafters.block_drafter import BlockDrafter
+from foredraft.drafters.block_drafter import BlockDrafter, load_block
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.heads.block_head import load_block
-from foredraft.drafters.heads.eagle3_head import load_eagle3
-from foredraft.drafters.heads.head_asset import HeadSettings, write_settings
+from foredraft.drafters.eagle3 import Eagle3, load_eagle3
 from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.drafters.medusa import Medusa
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.block_drafter import Chain
+from foredraft.drafters.block_drafter import BlockHead, Chain
 from foredraft.drafters.draft_model import VocabularyMap
-from foredraft.drafters.heads.block_head import BlockHead
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec
+from foredraft.drafters.eagle3 import Eagle3Head
+from foredraft.drafters.heads.layers import HeadCache
 from foredraft.drafters.heads.record import map_of
 from foredraft.drafters.medusa import MedusaHeads
-from foredraft.model.attention import rope_tables
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Runner, next_chunk
 
@@ -96,11 +95,11 @@ def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> DraftAcceptan
 def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
     """Return a head's logits [K, V] of a draft after each anchor."""
     record, decoder = head.record, head.target
-    count, spec = len(text.tokens), cache_spec(record)
+    count, spec = len(text.tokens), record.spec
     cache = KVCache(
         spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
     )
-    tables = rope_tables(spec, cache.stored, decoder.device, decoder.dtype)
+    own_cache = HeadCache.of(spec, cache)
     draft_vocab = map_of(head.draft_vocab, decoder)
     states = head.joined(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))  # [n, d]
     tokens = torch.tensor([text.tokens], device=decoder.device)
@@ -108,7 +107,7 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
     for start in range(1, count, 128):
         stop = min(count, start + 128)
         columns = head.run(
-            cache, tables, tokens[:, start:stop], states[None, start - 1 : stop - 1], [start], [stop - start]
+            own_cache, tokens[:, start:stop], states[None, start - 1 : stop - 1], [start], [stop - start]
         )
         left[start:stop] = columns[0]
     drafts: dict[int, Tensor] = {}
@@ -119,9 +118,7 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
             chain.append(logits if draft_vocab is None else draft_vocab.columns(logits))
             if place + 1 < anchor + length:
                 recurring = head.recurring(own)[None]
-                own = head.run(cache, tables, tokens[:, place + 1 : place + 2], recurring, [place + 1], [1])[
-                    0
-                ]
+                own = head.run(own_cache, tokens[:, place + 1 : place + 2], recurring, [place + 1], [1])[0]
         drafts[anchor] = torch.cat(chain)
     return drafts
 
@@ -170,16 +167,16 @@ def block_drafts(head: BlockHead, text: ReadText, length: int, most: int) -> dic
     """Return a head's logits [K, V] of a draft after each anchor."""
     record, decoder, count = head.record, head.target, len(text.tokens)
     cache = KVCache(record.spec, 1, count + record.block, device=decoder.device, dtype=decoder.dtype)
-    tables = rope_tables(record.spec, cache.stored, decoder.device, decoder.dtype)
+    own_cache = HeadCache.of(record.spec, cache)
     draft_vocab = map_of(head.draft_vocab, decoder)
     contexts = head.contexts(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))
     for start in range(0, count, PIECE):
-        head.inject(cache, tables, [contexts[start : start + PIECE]], [start])
+        head.inject(own_cache, [contexts[start : start + PIECE]], [start])
     tokens = torch.tensor(text.tokens, device=decoder.device)
     drafts: dict[int, Tensor] = {}
     for anchor in text.anchors(length, most):  # the last one first: a block overwrites what lies behind
         before = tokens[anchor : anchor + 1]
-        hidden = head.run(cache, tables, before, [anchor], [True])
+        hidden = head.run(own_cache, before, [anchor], [True])
         chain = Chain(head, hidden, length, before)
         logits = torch.cat(
             [chain.next(tokens[place : place + 1]) for place in range(anchor, anchor + length)]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option, Text, join_text
+from foredraft.user_cache import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from foredraft.model.checkpoint import Checkpoint
     from foredraft.model.runner import Runner
     from foredraft.model.source import ModelSource
+    from foredraft.model.spec import ModelSpec
     from foredraft.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -90,11 +92,16 @@ class Found:
     planned: int | None = None  # draft length that it was made for, in tokens
     longest_draft: int = 0  # as `Drafter.longest_draft`
     about: str | None = None  # what it is, for `info`; None where the drafter's name says it
+    specs: tuple[ModelSpec, ...] = ()  # of the drafter's caches, which have the target's positions
+    dtype: torch.dtype | None = None  # of these, the target's
     build: Callable[[Parts], Drafter] | None = None  # reads the weights and builds the drafter
 
     def row_bytes(self, positions: int) -> int:
         """Return the memory of the drafter's caches for a row of so many positions of the target's cache."""
-        return 0
+        from foredraft.model.cache import KVCache
+
+        dtype = self.dtype
+        return sum(KVCache.bytes_per_row(spec, positions, dtype) for spec in self.specs if dtype is not None)
 
     def announce(self) -> None:
         """Log what the user should know of it before it is loaded."""
@@ -133,6 +140,15 @@ ADAPTER_KINDS = {
     ATTENTION: "one attention with its norm, as in the paper",
     WITH_MLP: "a whole layer of the model's family",
 }
+
+
+def any_kept(kind: str) -> bool:
+    """Return whether the cache folder holds anything of a kind for any model."""
+    folder = cache_folder(kind)
+    try:
+        return folder is not None and any(folder.glob("[!.]*"))
+    except OSError:  # no folder, or one that cannot be read
+        return False
 
 
 def hash_of_base(source: ModelSource, hash_of: Callable[[ModelSource], str]) -> str | None:

@@ -1,5 +1,10 @@
 """DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): one pass over a block, then one slot a step.
 
+The target's auxiliary states of a position, joined by `fc` and normed, are its *context*, which every layer
+projects to a key and a value at that position. The queries of a block, the anchor's embedding and masks,
+attend to the contexts before the anchor and to the block's own keys and values. DSpark adds a bias of low
+rank to a slot's logits, from the token before the slot.
+
 The first step of a draft runs the block, which gives the states of all slots; each step gives the logits of
 the next slot. Those of DFlash depend on the text before the draft alone; those of DSpark also on the tokens
 drawn before the slot. Either way q is known before the token is drawn, so ordinary rejection is exact. What
@@ -8,24 +13,211 @@ the block wrote to the cache lies behind the committed positions, and the next b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.block_head import BlockHead, load_block
-from foredraft.drafters.heads.gguf_files import knows_dflash, knows_dspark, read_block_head
-from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
-from foredraft.drafters.heads.products import TimedPass
-from foredraft.drafters.heads.record import map_of
-from foredraft.drafters.states import FoundReader, WaitingReader, WaitingStates
-from foredraft.model.attention import rope_tables
+from foredraft.drafters.heads.gguf_files import read_block_head
+from foredraft.drafters.heads.layers import (
+    ATTENDED,
+    HeadBuilder,
+    HeadCache,
+    HeadDrafter,
+    TimedPass,
+    load_head,
+)
+from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
+from foredraft.drafters.states import WaitingStates, by_row
+from foredraft.model.attention import additive_mask, at_columns, attend, inject
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.decoder import Decoder, Layer, finish, project
+from foredraft.model.layers import Product, RMSNorm, soft_cap
+from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """The projections of a layer, apart: contexts need no queries."""
+
+    queries: Product
+    keys_values: Product
+
+    @classmethod
+    def of(cls, builder: HeadBuilder, names: Sequence[str]) -> Self:
+        return cls(builder.linear(names[0]), builder.linear(*names[1:]))
+
+    @property
+    def bias(self) -> Tensor | None:
+        parts = self.queries.bias, self.keys_values.bias
+        return None if parts[0] is None or parts[1] is None else torch.cat([parts[0], parts[1]])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.queries.shape[0] + self.keys_values.shape[0], self.queries.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values side by side, [N, (H + 2 * Hk) * D]."""
+        return torch.cat([self.queries(x), self.keys_values(x)], -1)
+
+    def dense(self) -> Tensor:
+        return torch.cat([self.queries.dense(), self.keys_values.dense()])
+
+
+@dataclass(frozen=True, slots=True)
+class Markov:
+    """The bias that the token before a slot adds to the slot's logits."""
+
+    form: str  # one of `MARKOV_FORMS`
+    embedding: Tensor  # of the token before, [V, r]
+    output: Product  # from r to the head's draft vocabulary
+    joint: Product | None = None  # the gate, or the cell of the recurrent form; None in the plain form
+
+    @classmethod
+    def of(cls, builder: HeadBuilder, form: str | None) -> Self | None:
+        if form is None:
+            return None
+        embedding, output = (
+            builder.load([f"{MARKOV}.markov_w1.weight"]),
+            builder.linear(f"{MARKOV}.markov_w2"),
+        )
+        return cls(form, embedding, output, builder.linear(JOINTS[form][0]) if form in JOINTS else None)
+
+    def __call__(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the bias [B, draft_vocab] float32 of a slot behind `before`, and the next state [B, r]."""
+        inner = F.embedding(before, self.embedding)
+        if self.form == "gated":
+            assert self.joint is not None
+            inner = self.joint(torch.cat([hidden, inner], -1)).sigmoid() * inner
+        elif self.form == "rnn":
+            assert self.joint is not None
+            state = torch.zeros_like(inner) if state is None else state
+            gate, new, inner = self.joint(torch.cat([state, inner, hidden], -1)).chunk(3, -1)
+            state = torch.lerp(new.tanh(), state, gate.sigmoid())
+            inner = inner.tanh()
+        return self.output(inner).float(), state
+
+    def after(self, before: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return the state after a slot that does not draft; arguments as the call's."""
+        return self(before, hidden, None)[1] if self.form == "rnn" else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """The weights of a block drafter, beside its target's."""
+
+    record: BlockRecord  # what it is
+    target: Decoder  # the target's decoder
+    fc: Product  # joins the auxiliary states
+    context_norm: RMSNorm  # after `fc`
+    layers: tuple[Layer, ...]  # its layers, whose projections are `Projections`
+    norm: RMSNorm  # before the head
+    output: Product  # the head over its draft vocabulary
+    draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
+    embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    markov: Markov | None = None  # the bias of the token before; None for none
+
+    @classmethod
+    def of(cls, builder: HeadBuilder) -> Self:
+        record = cast(BlockRecord, builder.record)
+        builder = replace(builder, projections=Projections.of)
+        return cls(
+            record=record, target=builder.target, fc=builder.linear("fc"),
+            context_norm=builder.norm("hidden_norm"), layers=builder.layers(), norm=builder.norm("norm"),
+            output=builder.output(), draft_vocab=builder.draft_vocab, embedding=builder.embedding(),
+            markov=Markov.of(builder, record.markov),
+        )  # fmt: skip
+
+    def read_as(self, record: BlockRecord) -> BlockHead:
+        return replace(self, record=record)
+
+    def contexts(self, aux_states: Tensor) -> Tensor:
+        """Return the contexts [N, d] of the target's joined auxiliary states [N, layers * d_target]."""
+        return self.context_norm(self.fc(aux_states))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., d] that enter the first layer, for the target's token ids."""
+        own = self.embedding
+        rows = self.target.embedding_rows(tokens) if own is None else F.embedding(tokens, own)
+        return rows if self.record.embedding_scale == 1 else rows * self.record.embedding_scale
+
+    def inject(
+        self, own: HeadCache, contexts: Sequence[Tensor], starts: Sequence[int], first_row: int = 0
+    ) -> None:
+        """Write the keys and values of contexts to the cache; its lengths stay as they are."""
+        spec, counts = self.record.spec, [len(each) for each in contexts]
+        width, length = max(counts), 1  # nothing attends
+        context = own.context(spec, width, length, starts, counts, first_row)
+        x = torch.cat([each for each in contexts if len(each)])
+        for index, layer in enumerate(self.layers):
+            weights = layer.attention
+            kv = cast(Projections, weights.qkv).keys_values(x).view(len(x), 2 * spec.kv_heads, spec.head_dim)
+            if weights.k_norm is not None:
+                keys, values = torch.split(kv, spec.kv_heads, 1)
+                kv = torch.cat([weights.k_norm(keys), values], 1)
+            inject(spec, index, kv, context)
+
+    def run(self, own: HeadCache, anchors: Tensor, starts: Sequence[int], drafts: Sequence[bool]) -> Tensor:
+        """Run a block after each anchor [B] -> normed states [B, block, d]."""
+        record, spec, batch = self.record, self.record.spec, len(starts)
+        counts = [record.block if each else 0 for each in drafts]
+        end = record.block + max(start for start, each in zip(starts, drafts, strict=True) if each)
+        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        context = own.context(spec, record.block, length, starts, counts)
+        places = [s if each else own.kv.scratch for s, each in zip(starts, drafts, strict=True)]
+        masks = self.block_masks(upload(places, own.kv.device), length, own.kv.dtype)
+        context = replace(context, masks=masks)
+        ids = anchors.new_full((batch, record.block), record.mask_token)
+        ids[:, 0] = anchors
+        flat = ids.flatten() if context.real is None else ids.flatten()[context.real]
+        x = self.embed(flat)
+        for index, layer in enumerate(self.layers):
+            attended = attend(spec, index, project(spec, layer.attention, x, None), context)
+            x = finish(spec, layer, x, attended, True, None)
+        return at_columns(self.norm(x), context.real, batch * record.block).view(batch, record.block, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, draft_vocab] float32 of the states of slots, [N, d], without the Markov bias."""
+        logits, record = self.output(hidden).float(), self.record
+        if record.logit_scale != 1:
+            logits = logits * record.logit_scale
+        return logits if record.logit_softcap is None else soft_cap(logits, record.logit_softcap)
+
+    def block_masks(self, anchors: Tensor, length: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
+        """Return the additive masks [B, 1, T * G, L] of blocks after anchors [B], by window.
+
+        A slot sees the contexts before its anchor and its own block. One past the attended length, of a row
+        that does not draft, sees position 0, as the softmax of nothing is NaN.
+        """
+        record, width = self.record, self.record.block
+        keys = torch.arange(length, device=anchors.device)
+        anchor = anchors[:, None, None]
+        slots = anchor + torch.arange(width, device=anchors.device)[:, None]  # [B, T, 1]
+        before, block = keys < anchor, (keys >= anchor) & (keys < anchor + width)
+        masks: dict[int | None, Tensor] = {}
+        for window in dict.fromkeys(record.spec.windows):
+            causal = record.causal if window is None else record.causal_windows
+            own = block & (keys <= slots) if causal else block
+            context = before
+            if window is not None and record.window_from_anchor:
+                context = before & (keys >= anchor - window)
+            elif window is not None:
+                context = before & (keys > slots - window)
+                own = own & (keys > slots - window) & (keys < slots + window)
+            visible = (context | own).expand(-1, width, -1)
+            visible = visible | ((slots >= length) & (keys == 0))
+            masks[window] = additive_mask(visible, record.spec.groups_of(window), dtype)
+        return masks
+
+
+def load_block(files: HeadFiles[BlockRecord], target: Runner) -> BlockHead:
+    """Read the weights of a head, in the target's dtype."""
+    return load_head(files, target, BlockHead.of)
 
 
 class Chain:
@@ -69,10 +261,10 @@ class BlockPass(TimedPass):
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft:
         batch, record = len(inputs.starts), self.head.record
-        own, tables = self.scratch_of(cache, record.spec)
+        own = self.scratch_of(cache, record.spec)
         with torch.inference_mode():
-            before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.device)
-            hidden = self.head.run(own, tables, before, inputs.starts, [True] * batch)
+            before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.kv.device)
+            hidden = self.head.run(own, before, inputs.starts, [True] * batch)
             count = min(record.drafts, max(inputs.lengths))
             chain, tokens = Chain(self.head, hidden, count, before), list[Tensor]()
             for _ in range(count):
@@ -82,24 +274,18 @@ class BlockPass(TimedPass):
             return FusedDraft(drafted, torch.ones_like(drafted, dtype=torch.bool), None)
 
 
-class BlockDrafter(WaitingReader):
+class BlockDrafter(HeadDrafter):
     """An autoregressive drafter over a block drafter's head and the target's states."""
 
-    read_files = staticmethod(read_block_head)
+    head: BlockHead
+    read_files, load = staticmethod(read_block_head), staticmethod(load_block)
 
     def __init__(self, target: Runner, cache: KVCache, head: BlockHead, planned: int | None = None) -> None:
-        record = head.record
-        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
-        super().__init__(record.aux_layers)
-        self.head, self.planned = head, planned
-        self.max_draft = self.longest_draft = record.drafts
-        self.cache = cache.aligned(record.spec)
-        self.caches = self.own = (self.cache,)
+        super().__init__(target, cache, head, planned)
+        self.max_draft = self.longest_draft = head.record.drafts
         self.draft_pass = BlockPass(target, head=head)
-        self.vocabulary = map_of(head.draft_vocab, target.decoder)
-        self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
         self._chain: Chain | None = None  # of the draft that is being made
-        self._expected = record.drafts  # tokens of the longest draft of the round
+        self._expected = head.record.drafts  # tokens of the longest draft of the round
 
     def expect(self, budgets: list[int]) -> None:
         self._expected = min(max(budgets), self.head.record.drafts)
@@ -110,9 +296,9 @@ class BlockDrafter(WaitingReader):
     ) -> Tensor:
         before = tokens[:, 0]
         if self._chain is None:
-            self.read_states(self._waiting.where(lambda sequence: not idle[sequence.row]))
+            self.read_waiting(lambda sequence: not idle[sequence.row])
             drafts = [not is_idle for is_idle in idle]
-            hidden = self.head.run(self.cache, self._tables, before, starts, drafts)
+            hidden = self.head.run(self._own, before, starts, drafts)
             self._chain = Chain(self.head, hidden, self._expected, before)
         logits = self._chain.next(before)
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
@@ -122,20 +308,13 @@ class BlockDrafter(WaitingReader):
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
         """Write the keys and values of waiting states to their rows, those of all rows in one pass."""
-        by_row = {each.sequence.row: each for each in waiting}
-        if not by_row:
-            return
-        rows = range(min(by_row), max(by_row) + 1)
-        joined = self.head.contexts(torch.cat([by_row[row].states for row in rows if row in by_row]))
-        contexts, starts, done = [joined[:0]] * len(rows), [0] * len(rows), 0
-        for row in filter(by_row.__contains__, rows):
-            each, at = by_row[row], row - rows.start
-            contexts[at], starts[at] = joined[done : done + len(each.states)], each.start
-            done += len(each.states)
-        self.head.inject(self.cache, self._tables, contexts, starts, rows.start)
-        for row, each in by_row.items():
-            self.cache.lengths[row] = each.stop
-            self._waiting.drop(each.sequence)
+        first, rows = by_row(waiting)
+        joined = self.head.contexts(torch.cat([each.states for each in rows if each is not None]))
+        counts = [0 if each is None else len(each.states) for each in rows]
+        starts = [0 if each is None else each.start for each in rows]
+        self.head.inject(self._own, torch.split(joined, counts), starts, first)
+        for each in waiting:
+            self.cache.lengths[each.sequence.row] = each.stop
 
 
 class DFlash(BlockDrafter):
@@ -148,21 +327,3 @@ class DSpark(BlockDrafter):
     """An autoregressive drafter whose slots follow each other."""
 
     name = "dspark"
-
-
-def _found(drafter: type[BlockDrafter], place: Path, target: Checkpoint) -> Found:
-    files, settings = with_settings(drafter.read_files(place), target.spec)
-    record = files.record
-    return FoundReader(
-        bytes=files.parameters * target.dtype.itemsize, planned=record.planned, longest_draft=record.drafts,
-        about=described_head(files, settings, f", blocks of {record.drafts}"),
-        specs=(record.spec,), dtype=target.dtype,
-        build=lambda parts: drafter(
-            parts.target, parts.cache, load_block(files, parts.target), record.planned
-        ),
-    )  # fmt: skip
-
-
-WHERE = "its folder or GGUF file"
-DFLASH_ASSET = HeadAsset("a DFlash head", WHERE, knows_dflash, partial(_found, DFlash))
-DSPARK_ASSET = HeadAsset("a DSpark head", WHERE, knows_dspark, partial(_found, DSpark))

@@ -54,11 +54,14 @@ class VocabularyMap:
         """Return the map between two vocabularies of one tokenizer; None where they are equal."""
         if sizes[0] == sizes[1] and target.has_ids_of(draft):
             return None
-        draft_vocab = draft.inner.get_vocab()
-        pairs = (
-            (id, draft_vocab[token]) for token, id in target.inner.get_vocab().items() if token in draft_vocab
-        )
-        return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
+        own = draft.inner.get_vocab()
+        pairs = ((id, own[token]) for token, id in target.inner.get_vocab().items() if token in own)
+        # the draft model's unknown token, or else its first special one, stands for what it lacks
+        unknown = getattr(draft.inner.model, "unk_token", None)
+        stand_in = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
+        if stand_in is None or stand_in >= sizes[1]:
+            stand_in = min((id for id in draft.special if id < sizes[1]), default=0)
+        return cls(pairs, sizes, int(stand_in), device)
 
     @classmethod
     def of_draft_vocab(cls, ids: Iterable[int], vocabulary: int, device: torch.device) -> VocabularyMap:
@@ -80,11 +83,14 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
 
     99 % of the tokens and merges must be shared, merges in one order; shared tokens must have the same bytes.
     """
-    if not _may_share(target, draft):
-        return False
+    both = target, draft
+    sizes = [each.inner.get_vocab_size() for each in both]
+    added = [len(each.inner.get_added_tokens_decoder()) for each in both]
+    if min(sizes) < SHARED * max(size - count for size, count in zip(sizes, added, strict=True)):
+        return False  # their sizes tell that they cannot share enough: comparing all tokens takes seconds
     if target.has_ids_of(draft):
         return True
-    contents = [json.loads(tokenizer.inner.to_str()) for tokenizer in (target, draft)]
+    contents = [json.loads(tokenizer.inner.to_str()) for tokenizer in both]
     models = [content["model"] for content in contents]
     if models[0]["type"] != models[1]["type"]:
         return False
@@ -92,22 +98,17 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
         steps = [_steps(content[step]) for content in contents]
         if all(steps) and steps[0] != steps[1]:
             return False
-    tokens = [
-        _ordinary(tokenizer, content) for tokenizer, content in zip((target, draft), contents, strict=True)
-    ]
-    shared = tokens[0].keys() & tokens[1].keys()
-    most = max(map(len, tokens))
+    tokens: list[dict[str, int]] = []  # those that were not added to the tokenizer's model, with their ids
+    for tokenizer, content in zip(both, contents, strict=True):
+        extra = {token["content"] for token in content["added_tokens"]}
+        vocab = tokenizer.inner.get_vocab()
+        tokens.append({token: id for token, id in vocab.items() if token not in extra})
+    shared, most = tokens[0].keys() & tokens[1].keys(), max(map(len, tokens))
     if len(shared) < SHARED * most or not _same_merges(models, (1 - SHARED) * most):
         return False
-    return _same_bytes((target, draft), tokens, shared)
-
-
-def _may_share(target: Tokenizer, draft: Tokenizer) -> bool:
-    """Return whether vocabularies can share enough tokens, by their sizes: comparing all takes seconds."""
-    sizes = [tokenizer.inner.get_vocab_size() for tokenizer in (target, draft)]
-    added = [len(tokenizer.inner.get_added_tokens_decoder()) for tokenizer in (target, draft)]
-    most_ordinary = max(size - count for size, count in zip(sizes, added, strict=True))
-    return min(sizes) >= SHARED * most_ordinary
+    sample = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
+    codecs = [ByteCodec(tokenizer) for tokenizer in both]
+    return all(codecs[0].of(tokens[0][token]) == codecs[1].of(tokens[1][token]) for token in sample)
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -115,16 +116,9 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     if step is None:
         return []
     if step["type"] == "Sequence":
-        return [
-            each for inner in step.get("normalizers", step.get("pretokenizers", [])) for each in _steps(inner)
-        ]
+        parts = step.get("normalizers", step.get("pretokenizers", []))
+        return [each for inner in parts for each in _steps(inner)]
     return [{key: value for key, value in step.items() if key != "trim_offsets"}]
-
-
-def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:
-    """Return the tokens that were not added to the tokenizer's model, with their ids."""
-    added = {token["content"] for token in content["added_tokens"]}
-    return {token: id for token, id in tokenizer.inner.get_vocab().items() if token not in added}
 
 
 def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
@@ -135,24 +129,6 @@ def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
         return False
     first, second = ([merge for merge in merges if merge in shared] for merges in ranked)
     return first == second
-
-
-def _same_bytes(
-    tokenizers: tuple[Tokenizer, Tokenizer], tokens: list[dict[str, int]], shared: set[str]
-) -> bool:
-    """Return whether shared tokens stand for the same bytes, by a sample of them."""
-    target, draft = (ByteCodec(tokenizer) for tokenizer in tokenizers)
-    sample = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
-    return all(target.of(tokens[0][token]) == draft.of(tokens[1][token]) for token in sample)
-
-
-def _stand_in(draft: Tokenizer, size: int) -> int:
-    """Return the id of the draft model's unknown token, or else of its first special one, below `size`."""
-    unknown = getattr(draft.inner.model, "unk_token", None)
-    id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
-    if id is not None and id < size:
-        return int(id)
-    return min((id for id in draft.special if id < size), default=0)
 
 
 GIVE_DRAFT = ("give ", Option("draft"))
@@ -303,4 +279,12 @@ def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> DraftModel:
     return DraftModel(runner, parts.rows, parts.positions, vocabulary)
 
 
+def _build_retokenize(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Drafter:
+    from foredraft.drafters import retokenize
+
+    return retokenize.build(parts, draft)
+
+
+STRETCH = 2  # tokens of another tokenizer for each of the target's: few split text more finely
 ASSET = DraftCheckpoint(_build)
+OTHER_TOKENIZER_ASSET = DraftCheckpoint(_build_retokenize, other_tokenizer=True, stretch=STRETCH)

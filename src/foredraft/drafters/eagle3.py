@@ -1,5 +1,11 @@
 """EAGLE: a head over the target's states drafts (Li et al., arXiv:2401.15077, 2406.16858, 2503.01840).
 
+It reads pairs: a state of the target, and the embedding of the token after it. EAGLE-3's state is the joined
+auxiliary states through `fc`, and the residual; EAGLE-1 and 2 join the target's last, normed state and the
+embedding by `fc`. What leaves the last layer recurs, and gives logits. A pair lies at its token's position;
+slot 0 is empty, and masked. The bits of a pair's state depend on no other pair of the pass, so a fused draft
+draws what single steps draw.
+
 The first step of a draft reads all pairs of committed tokens that the head has not read; each further step
 reads the drafted token and the state that the step before gave. What drafted tokens wrote to the head's cache
 is dropped at the commit: the next draft reads the accepted ones with the target's own states. Heads of
@@ -8,38 +14,227 @@ EAGLE-1 and 2, whose papers draft a tree, draft a chain, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.eagle3_files import is_eagle, is_eagle3, read_eagle
-from foredraft.drafters.heads.eagle3_head import Eagle3Head, cache_spec, load_eagle3
-from foredraft.drafters.heads.gguf_files import is_eagle3_gguf, read_head
-from foredraft.drafters.heads.head_asset import HeadAsset, described_head, with_settings
-from foredraft.drafters.heads.products import TimedPass
-from foredraft.drafters.heads.record import map_of
-from foredraft.drafters.states import (
-    MAX_WAITING,
-    FoundReader,
-    WaitingReader,
-    WaitingStates,
-    keep,
-    kept,
-    states_spec,
+from foredraft.drafters.heads.configs import read_eagle
+from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.layers import (
+    ATTENDED,
+    HeadBuilder,
+    HeadCache,
+    HeadDrafter,
+    PairNorm,
+    TimedPass,
+    load_head,
 )
-from foredraft.model.attention import rope_tables
+from foredraft.drafters.heads.record import HeadFiles, HeadRecord
+from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, states_spec
+from foredraft.model.attention import ForwardContext, at_columns, attend
 from foredraft.model.cache import CacheLayers, KVCache
-from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.decoder import Decoder, Layer, finish, project
+from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
 from foredraft.model.memory import upload
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
+from foredraft.model.runner import DraftInputs, DraftVocab, Forward, FusedDraft, Runner
+from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
+from foredraft.model.spec import ModelSpec, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The weights of a head, as the kernels take a decoder's."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    embedding: Tensor | RowSource
+    layers: tuple[Layer, ...]
+    norm: Norm | None
+    output: Product
+    embedding_scale: None = None
+    learned_positions: None = None
+    inputs: LayerInputs | None = None
+
+    @property
+    def products(self) -> list[Product]:
+        return [*(product for layer in self.layers for product in layer.products), self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class EagleKernels:
+    backend: NativeBackend  # runs it
+    plan: Plan  # all of its sub-layers
+    draft_vocab: DraftVocab | None  # None where it can draft all ids of the target
+
+    @classmethod
+    def of(cls, weights: HeadWeights, pairs: PairInputs, draft_vocab: Tensor | None) -> Self | None:
+        """Return what runs a head over the ids `draft_vocab`, or over all; None where operators have to."""
+        if unserved_because(weights.spec, torch.device("cpu"), weights.dtype) is not None:
+            return None
+        backend = NativeBackend.of(weights, pairs)
+        if backend is None:
+            return None
+        own = None if draft_vocab is None else DraftVocab(draft_vocab, weights.spec.vocab_size)
+        return cls(backend, Plan.full(weights.spec.layers), own)
+
+    def run(
+        self, own: HeadCache, tokens: Tensor, states: Tensor, starts: Seq[int], counts: Seq[int],
+        first_row: int,
+    ) -> Tensor:  # fmt: skip
+        """Run the layers over pairs; arguments and result as `Eagle3Head.run`. Keys lie in blocks."""
+        (batch, width), rows = tokens.shape, enumerate(zip(starts, counts, strict=True), first_row)
+        groups = [(row, start, count, start) for row, (start, count) in rows if count]
+        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+        real = None if len(columns) == batch * width else upload(columns, own.kv.device)
+        ids, x = tokens.flatten(), states.reshape(batch * width, -1)
+        ids, x = (ids.contiguous(), x.clone()) if real is None else (ids[real], x[real])
+        self.backend.use_rotary_tables(own.tables)
+        self.backend.forward(ids, x, own.kv, groups, (self.plan, 0, len(self.plan.attention)))
+        return at_columns(x, real, batch * width).view(batch, width, -1)
+
+    def draft(self, own: HeadCache, inputs: DraftInputs, states: Tensor) -> tuple[FusedDraft, Tensor]:
+        """Take all steps of a draft in one call, from the states [N, d] of its first pairs."""
+        left = states.new_zeros(len(inputs.lengths), states.shape[1])
+        self.backend.use_rotary_tables(own.tables)
+        pairs, inputs = PairDraft(states.contiguous(), left), replace(inputs, draft_vocab=self.draft_vocab)
+        return self.backend.draft(own.kv, inputs, self.plan, None, pairs), left
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Head:
+    """The weights of a head, beside its target's."""
+
+    record: HeadRecord  # what it is
+    target: Decoder  # the target's decoder
+    aux_norms: tuple[RMSNorm, ...]  # the norms before `fc`: none, one over all states, or one for each
+    fc: Product  # joins the auxiliary states, or pairs
+    layers: tuple[Layer, ...]  # its layers; the first one reads pairs
+    norm: RMSNorm | None  # before the head; None where there is none
+    output: Product  # the head over its draft vocabulary
+    draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
+    embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    kernels: EagleKernels | None = None  # run its layers; None: PyTorch's operators do
+
+    @classmethod
+    def of(cls, builder: HeadBuilder) -> Self:
+        record = builder.record
+        count = len(record.aux_layers or ()) if record.fc_norm else 0
+        names = ["input_norm"] if record.norm_before_fc else [f"fc_norm.{at}" for at in range(count)]
+        return cls(
+            record=record, target=builder.target, aux_norms=tuple(map(builder.norm, names)),
+            fc=builder.linear("fc"), layers=builder.layers(), norm=builder.norm_if_there("norm"),
+            output=builder.output(), draft_vocab=builder.draft_vocab, embedding=builder.embedding(),
+        )  # fmt: skip
+
+    def by_kernels(self) -> Eagle3Head:
+        """Return the head run by the C kernels where they run its target and have its weights."""
+        first, pair_norm = self.layers[0], self.layers[0].attention.norm
+        norms = (pair_norm.embedding, pair_norm.state) if isinstance(pair_norm, PairNorm) else (None, None)
+        weights = HeadWeights(
+            spec=self.record.spec,
+            dtype=self.target.dtype,
+            embedding=self.target.embedding if self.embedding is None else self.embedding,
+            layers=(replace(first, attention=replace(first.attention, norm=None)), *self.layers[1:]),
+            norm=self.norm,
+            output=self.output,
+        )
+        pairs = PairInputs(
+            *norms,
+            join=self.fc if self.record.pair_fc else None,
+            normed_residual=self.record.norm_before_residual,
+            normed_output=self.record.norm_output and self.norm is not None,
+        )
+        return replace(self, kernels=EagleKernels.of(weights, pairs, self.draft_vocab))
+
+    def read_as(self, record: HeadRecord) -> Eagle3Head:
+        """Return the head with the same weights under another record."""
+        changed = replace(self, record=record, kernels=None)
+        return changed if self.kernels is None else changed.by_kernels()
+
+    def joined(self, aux_states: Tensor) -> Tensor:
+        """Return the states [N, d] of the target's joined auxiliary states [N, layers * d_target]."""
+        if self.record.final_norm:
+            aux_states = self.target.norm(aux_states)
+        if self.record.pair_fc:
+            return aux_states
+        if self.record.norm_before_fc:
+            aux_states = self.aux_norms[0](aux_states)
+        elif self.aux_norms:
+            parts = aux_states.chunk(len(self.aux_norms), -1)
+            aux_states = torch.cat([norm(part) for norm, part in zip(self.aux_norms, parts, strict=True)], -1)
+        return self.fc(aux_states)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., d] of the target's token ids, without a factor: they are normed."""
+        if self.embedding is not None:
+            return F.embedding(tokens, self.embedding)
+        return self.target.embedding_rows(tokens)
+
+    def run(
+        self, own: HeadCache, tokens: Tensor, states: Tensor, starts: Seq[int], counts: Seq[int],
+        first_row: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Run the layers over pairs of tokens [B, T] and states [B, T, d] -> states [B, T, d]."""
+        if self.kernels is not None:
+            return self.kernels.run(own, tokens, states, starts, counts, first_row)
+        spec, (batch, width) = self.record.spec, tokens.shape
+        context = self._context(own, width, starts, counts, first_row)
+        real = context.real
+        state = states.reshape(batch * width, -1)
+        state = state if real is None else state[real]
+        ids = tokens.flatten() if real is None else tokens.flatten()[real]
+        x = torch.cat([self.embed(ids), state], -1)
+        x = self.fc(x) if self.record.pair_fc else x
+        first = self.layers[0]
+        attended = attend(spec, 0, project(spec, first.attention, x, None), context)
+        x = finish(spec, first, x if self.record.pair_fc else self.residual(state), attended, True, None)
+        for index, layer in enumerate(self.layers[1:], 1):
+            attended = attend(spec, index, project(spec, layer.attention, x, None), context)
+            x = finish(spec, layer, x, attended, True, None)
+        return at_columns(x, real, batch * width).view(batch, width, -1)
+
+    def residual(self, state: Tensor) -> Tensor:
+        """Return what the first layer adds its attention to, for states [N, d]."""
+        if not self.record.norm_before_residual:
+            return state
+        return cast(PairNorm, self.layers[0].attention.norm).state(state)
+
+    def logits(self, left: Tensor) -> Tensor:
+        """Return logits [N, draft_vocab] float32 of states that left the last layer, [N, d]."""
+        if self.kernels is not None:
+            return self.kernels.backend.head(left.contiguous())
+        return self.output(left if self.norm is None else self.norm(left)).float()
+
+    def recurring(self, left: Tensor) -> Tensor:
+        """Return the states of the next pairs, from those that left the last layer."""
+        if not self.record.norm_output or self.norm is None:
+            return left
+        return self.norm(left) if self.kernels is None else self.kernels.backend.normed(left.contiguous())
+
+    def _context(
+        self, own: HeadCache, width: int, starts: Seq[int], counts: Seq[int], first_row: int
+    ) -> ForwardContext:
+        end = max(start + count for start, count in zip(starts, counts, strict=True) if count)
+        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        context = own.context(self.record.spec, width, length, starts, counts, first_row)
+        masks = {window: mask.clone() for window, mask in context.masks.items()}
+        for mask in masks.values():
+            mask[..., 0] = -math.inf  # no pair lies there
+        return replace(context, masks=masks)
+
+
+def load_eagle3(files: HeadFiles[HeadRecord], target: Runner) -> Eagle3Head:
+    """Read the weights of a head, in the target's dtype."""
+    head = load_head(files, target, Eagle3Head.of)
+    return head.by_kernels() if target.by_kernels else head
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +248,42 @@ class HeadPass(TimedPass):
         return repr(self.head.record)
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
-        batch, spec = len(starts), cache_spec(self.head.record)
-        own, tables = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
+        batch, spec = len(starts), self.head.record.spec
+        own = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
         with torch.inference_mode():
-            states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.dtype, device=own.device)
-            left = self.head.run(own, tables, tokens, states, [max(1, s) for s in starts], [1] * batch)
+            states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.kv.dtype, device=own.kv.device)
+            left = self.head.run(own, tokens, states, [max(1, s) for s in starts], [1] * batch)
             return Forward(self.head.logits(left[:, 0])[:, None], left, {})
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         kernels = self.head.kernels
         if kernels is None:
             return None
-        own, tables = self.scratch_of(cache, cache_spec(self.head.record), blocked=True)
+        own = self.scratch_of(cache, self.head.record.spec, blocked=True)
         read = sum(len(inputs.tokens[row]) for row in inputs.active)
-        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.dtype)
+        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.kv.dtype)
         inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
-        return kernels.draft(own, tables, inputs, states)[0]
+        return kernels.draft(own, inputs, states)[0]
 
 
-class Eagle3(WaitingReader):
+class Eagle3(HeadDrafter):
     """An autoregressive drafter over an EAGLE-3 head and the target's states."""
 
     name = "eagle3"
-    read_files = staticmethod(read_head)
+    head: Eagle3Head
+    read_files, load = staticmethod(read_head), staticmethod(load_eagle3)
 
     def __init__(self, target: Runner, cache: KVCache, head: Eagle3Head, planned: int | None = None) -> None:
-        record = head.record
-        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
-        super().__init__(record.aux_layers)
-        self.head, self.planned = head, planned
-        self.cache = cache.aligned(cache_spec(record), blocked=head.kernels is not None)
-        self.states = cache.aligned(states_spec(record.spec, record.spec.hidden_size))
-        self.caches = self.own = (self.cache, self.states)
+        super().__init__(target, cache, head, planned, blocked=head.kernels is not None)
+        self.states = self.own[1]
         self.draft_pass = HeadPass(target, head=head)
-        self.vocabulary = map_of(head.draft_vocab, target.decoder)
-        self._tables = rope_tables(record.spec, self.cache.stored, cache.device, cache.dtype)
         self._joined: dict[int, Sequence] = {}  # by sequence id
         self._stepped: dict[int, int] = {}  # sequence id -> positions in its row after the first step
         self._recurring: Tensor | None = None  # the states of the next pairs, [B, d]; None before a draft
+
+    @classmethod
+    def specs(cls, record: HeadRecord) -> tuple[ModelSpec, ...]:
+        return record.spec, states_spec(record.spec, record.spec.hidden_size)
 
     def join(self, sequence: Sequence) -> None:
         self._joined[sequence.id] = sequence
@@ -125,7 +318,7 @@ class Eagle3(WaitingReader):
             pairs = torch.cat(states)
         else:
             pairs = self._recurring[active]
-        draft, self._recurring = kernels.draft(self.cache, self._tables, inputs, pairs)
+        draft, self._recurring = kernels.draft(self._own, inputs, pairs)
         return draft
 
     def _first_step(self, starts: list[int], idle: list[bool]) -> tuple[Tensor, list[bool]]:
@@ -147,7 +340,7 @@ class Eagle3(WaitingReader):
     def _unread(self, starts: list[int], idle: list[bool]) -> tuple[list[list[int]], list[int]]:
         """Return each row's tokens up to the pending one whose pairs are unread, and the first's position."""
         rows = {s.row: s for s in self._joined.values() if 0 <= s.row < len(idle) and not idle[s.row]}
-        self.read_states(self._waiting.where(lambda sequence: sequence.row in rows))
+        self.read_waiting(lambda sequence: sequence.row in rows)
         tokens, first = [list[int]() for _ in starts], [1] * len(starts)
         for row, sequence in rows.items():
             if starts[row] - self.cache.lengths[row] >= MAX_WAITING:
@@ -161,7 +354,7 @@ class Eagle3(WaitingReader):
     def _run(self, tokens: Tensor, states: Tensor, starts: list[int], counts: list[int]) -> Tensor:
         if not any(counts):
             return torch.zeros_like(states)
-        return self.head.run(self.cache, self._tables, tokens, states, starts, counts)
+        return self.head.run(self._own, tokens, states, starts, counts)
 
     def end_draft(self) -> None:
         self._recurring = None
@@ -171,7 +364,7 @@ class Eagle3(WaitingReader):
         lengths, row = self.cache.lengths, sequence.row
         lengths[row] = max(lengths[row], self._stepped.pop(sequence.id, 0))
         super().observe(sequence, start, states)
-        if not self._waiting.of(sequence):
+        if sequence.id not in self._waiting:
             self._read(sequence, self.states.lengths[row])
 
     def rewind(self, sequence: Sequence) -> None:
@@ -185,13 +378,10 @@ class Eagle3(WaitingReader):
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
         """Join waiting states, those of all rows in one product, and write the states to their rows."""
-        if not waiting:
-            return
         joined = self.head.joined(torch.cat([each.states for each in waiting]))
         counts = [len(each.states) for each in waiting]
         for each, states in zip(waiting, torch.split(joined, counts), strict=True):
             keep(self.states, each.sequence.row, each.start, states)
-            self._waiting.drop(each.sequence)
 
     def _read(self, sequence: Sequence, stop: int) -> None:
         """Read the pairs of tokens before `stop` that are not read yet, for their keys and values."""
@@ -200,7 +390,7 @@ class Eagle3(WaitingReader):
             end = min(stop, start + MAX_WAITING)
             tokens = upload([sequence.tokens[start:end]], self.cache.device)
             states = kept(self.states, row, slice(start - 1, end - 1))[None]
-            self.head.run(self.cache, self._tables, tokens, states, [start], [end - start], first_row=row)
+            self.head.run(self._own, tokens, states, [start], [end - start], first_row=row)
             start = end
         self.cache.lengths[row] = max(self.cache.lengths[row], stop)
 
@@ -210,25 +400,3 @@ class Eagle(Eagle3):
 
     name = "eagle"
     read_files = staticmethod(read_eagle)
-
-
-def _found(drafter: type[Eagle3], place: Path, target: Checkpoint) -> Found:
-    files, settings = with_settings(drafter.read_files(place), target.spec)
-    record = files.record
-    return FoundReader(
-        bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
-        about=described_head(files, settings), dtype=target.dtype,
-        specs=(cache_spec(record), states_spec(record.spec, record.spec.hidden_size)),
-        build=lambda parts: drafter(
-            parts.target, parts.cache, load_eagle3(files, parts.target), record.planned
-        ),
-    )  # fmt: skip
-
-
-ASSET = HeadAsset(
-    "an EAGLE-3 head",
-    "its folder or GGUF file",
-    lambda place: is_eagle3(place) or is_eagle3_gguf(place),
-    partial(_found, Eagle3),
-)
-EAGLE_ASSET = HeadAsset("an EAGLE-1 or EAGLE-2 head", "its folder", is_eagle, partial(_found, Eagle))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
-from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
-from foredraft.drafters.states import FoundReader, StateReader, keep, kept, states_spec
+from foredraft.drafters.asset import Found
+from foredraft.drafters.heads.head_asset import ASSISTANTS
+from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.checkpoint import Checkpoint, CheckpointTensors
@@ -31,16 +31,6 @@ from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
 from foredraft.model.spec import CONFIG, OUTSIDE, ModelSpec
 from foredraft.model.weights import build_decoder, build_linear, parameter_count
-
-TEXT_MODELS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
-
-
-def is_assistant(place: Path) -> bool:
-    """Return whether a folder holds an assistant, sound or not, as its config.json says."""
-    try:
-        return place.is_dir() and read_json(place / CONFIG).get("model_type") in TEXT_MODELS
-    except (CheckpointError, OSError):
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +48,7 @@ class AssistantConfig:
             raise read.error("text_config", "it must hold the config of the assistant's layers")
         own: dict[str, Any] = {
             **text.config,
-            "model_type": TEXT_MODELS[read.take("model_type")],
+            "model_type": ASSISTANTS[read.take("model_type")],
             "tie_word_embeddings": read.flag("tie_word_embeddings", default=True),
             "dtype": text.take("dtype") or read.take("dtype") or "float32",
         }
@@ -68,7 +58,13 @@ class AssistantConfig:
         spec = ModelSpec.from_hf(own | {"num_kv_shared_layers": 0})
         if spec.layer_input_size:
             raise text.error("hidden_size_per_layer_input", "it must be 0 in an assistant")
-        return cls(_attending(spec), read.count("backbone_hidden_size", 1536), *_centroids(read, spec))
+        centroids = _centroids(read, spec)
+        spec = replace(  # its layers attend to committed positions, over windows as in transformers
+            spec, windows=tuple(window and window + 1 for window in spec.windows),
+            sources=(OUTSIDE,) * spec.layers, rotated_ahead=1, logit_softcap=None,
+            shared_intermediate_size=None,
+        )  # fmt: skip
+        return cls(spec, read.count("backbone_hidden_size", 1536), *centroids)
 
     @property
     def parameters(self) -> int:
@@ -77,19 +73,17 @@ class AssistantConfig:
 
     def check(self, target: Checkpoint, folder: Path) -> None:
         """Raise ConfigError where the assistant is for another target than this one."""
-        spec, own = target.spec, self.spec
-        sizes = [
+        spec, own, producing = target.spec, self.spec, producers(target.spec)
+        sizes: list[tuple[str, object, object]] = [
             ("states of size", self.target_size, spec.hidden_size),
             ("a vocabulary of", own.vocab_size, spec.vocab_size),
         ]
-        producing = producers(spec)
         for window in dict.fromkeys(own.windows):
-            kind = "full attention" if window is None else "a window"
-            source = producing.get(window is None)
+            kind, source = "full attention" if window is None else "a window", producing.get(window is None)
             theirs = None if source is None else spec.windows[source]
             heads = None if source is None else (spec.kv_heads_of(theirs), spec.head_dim_of(theirs))
             mine = own.kv_heads_of(window), own.head_dim_of(window)
-            sizes.append((f"in layers with {kind}, key heads and their size of", mine, heads))  # type: ignore[arg-type]
+            sizes.append((f"in layers with {kind}, key heads and their size of", mine, heads))
         for what, wanted, found in sizes:
             if wanted != found:
                 raise ConfigError(
@@ -97,16 +91,6 @@ class AssistantConfig:
                     f" {wanted}, and the model has {found}",
                     remedy=("give ", Option("draft"), " the assistant that was made for the model"),
                 )
-
-
-def _attending(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of layers that attend to committed positions, over windows as in transformers."""
-    windows = tuple(window and window + 1 for window in spec.windows)
-    sources = (OUTSIDE,) * spec.layers
-    return replace(
-        spec, windows=windows, sources=sources, rotated_ahead=1, logit_softcap=None,
-        shared_intermediate_size=None,
-    )  # fmt: skip
 
 
 def _centroids(read: ConfigReader, spec: ModelSpec) -> tuple[int | None, int]:
@@ -195,29 +179,39 @@ class AssistantPass(DraftPass):
         return None
 
 
-class Gemma4Assistant(StateReader):
+class Gemma4Assistant(LastStateReader):
     """An autoregressive drafter over an assistant, the target's cache and the target's last states."""
 
     name = "gemma4-assistant"
 
     def __init__(self, target: Runner, cache: KVCache, assistant: Assistant) -> None:
-        spec, own = target.decoder.spec, assistant.runner.decoder.spec
+        super().__init__(target, cache)
+        own = assistant.runner.decoder.spec
         assistant.runner.reserve_positions(cache.stored)
         self.assistant, self._norm = assistant, target.decoder.norm
-        self.aux_layers = (spec.layers,)
         self.draft_pass = AssistantPass(assistant.runner, assistant=assistant)
-        producing = producers(spec)
+        producing = producers(target.decoder.spec)
         self._layers = cache.chosen([producing[window is None] for window in own.windows])
-        self.cache = cache.aligned(states_spec(spec, spec.hidden_size))  # of the target's last states
-        self.caches, self.own = (cache, self.cache), (self.cache,)
+        self.caches = (cache, self.states)
         self._states: Tensor | None = None  # of the step before, [B, hidden]; None before the first one
         self._at: list[int] = []  # the committed positions of each row, throughout a round
+
+    @classmethod
+    def found(cls, folder: Path, target: Checkpoint) -> Found:
+        config = AssistantConfig.from_folder(folder)
+        config.check(target, folder)
+        count, spec = config.parameters, target.spec
+        return Found(
+            bytes=count * target.dtype.itemsize, about=f"the assistant {folder}, {count / 1e6:.1f} M weights",
+            specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
+            build=lambda parts: cls(parts.target, parts.cache, load_assistant(folder, config, parts.target)),
+        )  # fmt: skip
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         if self._states is None:
-            self._at, self._states = list(starts), self._last_states(starts)
+            self._at, self._states = list(starts), self._norm(self.states_before(starts))
         # a text of one token has no position that the assistant could attend to: its q is uniform
         alone = [position < 1 for position in self._at]
         skipped = [is_idle or none for is_idle, none in zip(idle, alone, strict=True)]
@@ -227,20 +221,10 @@ class Gemma4Assistant(StateReader):
         forward = self.assistant.step(self._layers, tokens, self._states, last, skipped)
         self._states = forward.hidden[:, 0]
         assert forward.logits is not None
-        logits = forward.logits[:, 0]
-        return logits.masked_fill(upload(alone, logits.device)[:, None], 0.0)
-
-    def _last_states(self, starts: list[int]) -> Tensor:
-        """Return the target's states after its final norm, of the positions before `starts`, [B, hidden]."""
-        device = self.cache.device
-        positions = upload([max(0, start - 1) for start in starts], device)
-        return self._norm(kept(self.cache, torch.arange(len(starts), device=device), positions))
+        return forward.logits[:, 0].masked_fill(upload(alone, tokens.device)[:, None], 0.0)
 
     def end_draft(self) -> None:
         self._states = None
-
-    def observe(self, sequence: Sequence, start: int, states: Any) -> None:
-        keep(self.cache, sequence.row, start, states[self.aux_layers[0]])
 
 
 def load_assistant(folder: Path, config: AssistantConfig, target: Runner) -> Assistant:
@@ -263,35 +247,3 @@ def load_assistant(folder: Path, config: AssistantConfig, target: Runner) -> Ass
             centroids = Centroids(product, order.view(config.centroids, -1).to(decoder.device), config.chosen)
         tensors.reject_unused(spec)
     return Assistant(Runner(layers, deterministic=False), decoder, before, after, centroids)
-
-
-class AssistantAsset(Asset):
-    """An assistant: the folder or hub id that the user gives as the draft model."""
-
-    missing = Missing(
-        "needs an assistant of this model", ("give ", Option("draft"), ", its folder or hub id")
-    )
-    required = Missing("which needs the model's assistant", missing.remedy)
-
-    def knows(self, place: Path) -> bool:
-        return is_assistant(place)
-
-    def find(self, search: AssetSearch) -> Found | Missing:
-        folder, target = search.draft, search.target
-        if folder is None:
-            return self.missing
-        if not self.knows(folder):
-            return replace(self.missing, unfit=f"{folder} is a whole model, and no assistant")
-        config = AssistantConfig.from_folder(folder)
-        config.check(target, folder)
-        count, spec = config.parameters, target.spec
-        return FoundReader(
-            bytes=count * target.dtype.itemsize, about=f"the assistant {folder}, {count / 1e6:.1f} M weights",
-            specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
-            build=lambda parts: Gemma4Assistant(
-                parts.target, parts.cache, load_assistant(folder, config, parts.target)
-            ),
-        )  # fmt: skip
-
-
-ASSET = AssistantAsset()

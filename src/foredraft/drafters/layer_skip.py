@@ -1,24 +1,31 @@
-"""Layer skip: the target drafts for itself, with some of its sub-layers left out.
+"""The target drafts for itself, on its own cache: with sub-layers left out, or with weights of few bits.
 
-Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) leaves out any attention or MLP. A draft's passes write
-past the committed length of the target's cache, where the verifying pass overwrites them. After an early exit
+A draft's passes write past the committed length of the target's cache, where the verifying pass overwrites
+them. Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) leaves out any attention or MLP. After an exit
 (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710) the verifying pass resumes from the draft's states, so the
 draft's passes keep to batch-invariant shapes.
+
+Low bit: a copy of the weights runs in the same passes and on the same cache; a step reads a quarter or a half
+of a plain step's bytes (QuantSpec, Tiwari et al. 2025, arXiv:2502.10424; ML-SpecQD, Georganas et al. 2025,
+arXiv:2503.13565).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
-from foredraft.drafters.plan_files import PlanFile, fitting_plan, given_plan, kept_plan
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.states import KnownStates
-from foredraft.errors import Option
+from foredraft.kernels.pool import Arena
 from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Decoder
+from foredraft.model.layers import Product
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
+from foredraft.model.runner.native import code_native
 
 
 class SelfSpeculative(AutoregressiveDrafter):
@@ -79,27 +86,27 @@ class LayerSkip(SelfSpeculative):
         super().__init__(target, cache, skips, planned, resumes=True)
 
 
-class PlanAsset(Asset):
-    """A plan: given, or kept for the model by `foredraft tune`."""
+class LowBit(SelfSpeculative):
+    """An autoregressive drafter over a coded copy of the target."""
 
-    missing = Missing(
-        "has no plan for this model", ("make one with `foredraft tune`, or give ", Option("plan"))
-    )
+    name = "low-bit"
 
-    def find(self, search: AssetSearch) -> Found | Missing:
-        given = given_plan(search)
-        if given is None and not search.weights_here:
-            return Missing("has a kept plan or none: the weights that tell are not downloaded")
-        if isinstance(given, PlanFile) and given.draft_weights is not None:
-            return self.missing  # it is a plan of a copy in few bits, whose drafter uses or refuses it
-        plan = kept_plan(search) if given is None else fitting_plan(given, search, warn=True)
-        if plan is None:
-            return self.missing
-        kept, skips, planned = "kept " if given is None else "", plan.skips, plan.max_draft
-        return Found(
-            planned=planned, about=f"the {kept}plan {skips}",
-            build=lambda parts: LayerSkip(parts.target, parts.cache, skips, planned),
-        )  # fmt: skip
+    def __init__(
+        self, copy: Runner, cache: KVCache, skips: Skips | None = None, planned: int | None = None
+    ) -> None:
+        super().__init__(copy, cache, skips, planned, resumes=False)
+        copy.reserve_positions(cache.stored)
 
 
-ASSET = PlanAsset()
+def low_bit_copy(target: Runner, bits: int) -> Runner:
+    """Return a runner of a copy of the target whose linear layers have codes of so many bits."""
+    whole, arena = target.decoder, Arena()
+
+    def coded(product: Product) -> Product:
+        return code_native(product, bits, arena)
+
+    layers = tuple(layer.changed(coded) for layer in whole.layers)
+    inputs = whole.inputs and replace(whole.inputs, projection=coded(whole.inputs.projection))
+    head, learned = coded(whole.output), whole.learned_positions
+    decoder = Decoder(whole.spec, whole.embedding, layers, whole.norm, head, learned, inputs)
+    return Runner(decoder, shapes=target.shapes)

@@ -23,19 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
-from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.head_asset import HeadAsset
-from foredraft.drafters.heads.products import packed_product
-from foredraft.drafters.heads.record import (
-    FLOATS,
-    architectures_of,
-    config_of,
-    draft_ids,
-    map_of,
-    refuse_pickles,
-)
-from foredraft.drafters.states import FoundReader, StateReader, keep, kept, states_spec
+from foredraft.drafters.heads.head_asset import MEDUSA, refuse_pickles
+from foredraft.drafters.heads.layers import packed_product
+from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
+from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.checkpoint import Checkpoint
@@ -47,7 +39,6 @@ from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
 from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
 from foredraft.model.spec import CONFIG, ModelSpec
 
-OWN = "medusa_lm_head.safetensors"
 PREFIX = "medusa_heads."
 BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
 OUTPUT = re.compile(r"(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
@@ -81,28 +72,14 @@ class MedusaFiles:
         """Raise CheckpointError unless the heads are for a target of this form."""
         made_for = "" if self.verifier is None else f" (their config names {self.verifier})"
         remedy = f"give heads of this target{made_for}"
+        problem = None
         if self.size != target.hidden_size:
-            raise CheckpointError(
-                f"{self.folder} is for a target of hidden size {self.size}, but the target's is"
-                f" {target.hidden_size}",
-                remedy=remedy,
-            )
+            problem = f"hidden size {self.size}, but the target's is {target.hidden_size}"
         for name, rows in self.rows.items():
-            if rows not in (self.draft_vocab_size, target.vocab_size):
-                raise CheckpointError(
-                    f"{self.folder} is for a target of vocabulary {rows} (tensor {name}), but the target's is"
-                    f" {target.vocab_size}",
-                    remedy=remedy,
-                )
-
-
-def is_medusa(place: Path) -> bool:
-    """Return whether a folder holds Medusa heads, as its config or the name of its file says."""
-    if any((place / name).is_file() for name in (OWN, "medusa_lm_head.pt")):
-        return True
-    config = config_of(place)
-    of_medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return of_medusa or "MedusaModel" in architectures_of(config)
+            if problem is None and rows not in (self.draft_vocab_size, target.vocab_size):
+                problem = f"vocabulary {rows} (tensor {name}), but the target's is {target.vocab_size}"
+        if problem is not None:
+            raise CheckpointError(f"{self.folder} is for a target of {problem}", remedy=remedy)
 
 
 def read_medusa(folder: Path) -> MedusaFiles:
@@ -114,19 +91,16 @@ def read_medusa(folder: Path) -> MedusaFiles:
             remedy="give heads without it",
         )
     refuse_pickles(folder)
-    file = next((folder / name for name in (OWN, SINGLE) if (folder / name).is_file()), None)
+    file = next((folder / name for name in (MEDUSA, SINGLE) if (folder / name).is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"{folder} has neither {OWN} nor {SINGLE}", remedy="give a whole folder of heads"
-        )
+        problem = f"{folder} has neither {MEDUSA} nor {SINGLE}"
+        raise CheckpointError(problem, remedy="give a whole folder of heads")
     with SafetensorsFile(file) as opened:
         headers = {name: (info.dtype, info.shape) for name, info in opened.tensors.items()}
     return _files(folder, file, headers, config)
 
 
-def _files(
-    folder: Path, file: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]], config: Mapping[str, Any]
-) -> MedusaFiles:
+def _files(folder: Path, file: Path, headers: Headers, config: Mapping[str, Any]) -> MedusaFiles:
     heads = _heads(file, headers, one_output=config.get("original_lm_head") is True)
     size = headers[heads[0].output][1][-1] if headers[heads[0].output][1] else 0
     reduced = math.prod(headers[TOKEN_MAP][1]) if TOKEN_MAP in headers else None
@@ -142,11 +116,9 @@ def _files(
         if name not in shapes:
             continue  # outputs that are not read
         if shape != shapes[name]:
-            raise CheckpointError(
-                f"{file}: tensor {name} has shape {list(shape)}, but the head {heads[0].output} implies"
-                f" {list(shapes[name])}",
-                remedy=REMEDY,
-            )
+            implied = f"but the head {heads[0].output} implies {list(shapes[name])}"
+            problem = f"{file}: tensor {name} has shape {list(shape)}, {implied}"
+            raise CheckpointError(problem, remedy=REMEDY)
         if dtype not in (("I64", "I32") if name == TOKEN_MAP else FLOATS):
             raise CheckpointError(f"{file}: tensor {name} is stored as {dtype}", remedy="give it unquantized")
     verifier = config.get("base_model_name_or_path")
@@ -170,9 +142,8 @@ def _heads(file: Path, names: Mapping[str, Any], *, one_output: bool) -> tuple[T
             head = int(named[1] or named[3])
             outputs[head] = name, None if named[2] is None else int(named[2])
         elif plain not in (SHARED, TOKEN_MAP):
-            raise CheckpointError(
-                f"{file}: tensor {shortened(name)} is not part of Medusa heads", remedy=REMEDY
-            )
+            problem = f"{file}: tensor {shortened(name)} is not part of Medusa heads"
+            raise CheckpointError(problem, remedy=REMEDY)
     count = 1 + max((*outputs, *(head for head, _ in parts)), default=-1)
     shared = next((name for name in names if name.removeprefix(PREFIX) == SHARED), None)
     if one_output and shared is None:
@@ -273,24 +244,32 @@ class MedusaPass(DraftPass):
         return None
 
 
-class Medusa(StateReader):
+class Medusa(LastStateReader):
     """An autoregressive drafter over Medusa heads and the target's last hidden states."""
 
     name = "medusa"
 
     def __init__(self, target: Runner, cache: KVCache, heads: MedusaHeads) -> None:
-        spec = target.decoder.spec
+        super().__init__(target, cache)
         self.head = heads
         self.planned = self.max_draft = len(heads.heads)
-        self.depth = spec.layers
-        self.aux_layers = (self.depth,)
-        self.states = cache.aligned(states_spec(spec, spec.hidden_size))
-        self.caches = self.own = (self.states,)
         self.draft_pass = MedusaPass(target, head=heads)
         self.vocabulary = map_of(heads.draft_vocab, target.decoder)
         self._reads: Tensor | None = None  # what the heads of this draft read, [B, D]; None before a draft
         self._drafts: list[bool] = []  # rows of this draft that have a state
         self._slot = 0
+
+    @classmethod
+    def found(cls, place: Path, target: Checkpoint) -> Found:
+        files, spec = read_medusa(place), target.spec
+        files.check_target(spec)
+        reduced = "" if files.draft_vocab_size is None else f", draft vocabulary {files.draft_vocab_size}"
+        about = f"{len(files.heads)} Medusa heads of {place}, {files.parameters / 1e6:.1f} M weights{reduced}"
+        return Found(
+            bytes=files.parameters * target.dtype.itemsize, planned=len(files.heads), about=about,
+            specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
+            build=lambda parts: cls(parts.target, parts.cache, load_medusa(files, parts.target)),
+        )  # fmt: skip
 
     @torch.inference_mode()
     def step(
@@ -299,10 +278,8 @@ class Medusa(StateReader):
         if self._reads is None:
             # a text that began with one token has no state before it: its q is uniform
             self._drafts = [not is_idle and start > 0 for start, is_idle in zip(starts, idle, strict=True)]
-            places = [start - 1 if has else 0 for start, has in zip(starts, self._drafts, strict=True)]
-            rows, device = range(len(places)), self.states.device
-            states = kept(self.states, upload([*rows], device), upload(places, device))
-            self._reads, self._slot = self.head.entering(states), 0
+            places = [start if has else 0 for start, has in zip(starts, self._drafts, strict=True)]
+            self._reads, self._slot = self.head.entering(self.states_before(places)), 0
         logits = self.head.heads[self._slot](self._reads)
         self._slot += 1
         if self.vocabulary is not None:
@@ -313,22 +290,3 @@ class Medusa(StateReader):
 
     def end_draft(self) -> None:
         self._reads = None
-
-    @torch.inference_mode()
-    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        keep(self.states, sequence.row, start, states[self.depth])
-
-
-def _found(place: Path, target: Checkpoint) -> Found:
-    files, spec = read_medusa(place), target.spec
-    files.check_target(spec)
-    reduced = "" if files.draft_vocab_size is None else f", draft vocabulary {files.draft_vocab_size}"
-    return FoundReader(
-        bytes=files.parameters * target.dtype.itemsize, planned=len(files.heads),
-        about=f"{len(files.heads)} Medusa heads of {place}, {files.parameters / 1e6:.1f} M weights{reduced}",
-        specs=(states_spec(spec, spec.hidden_size),), dtype=target.dtype,
-        build=lambda parts: Medusa(parts.target, parts.cache, load_medusa(files, parts.target)),
-    )  # fmt: skip
-
-
-ASSET = HeadAsset("Medusa heads", "their folder", is_medusa, _found)

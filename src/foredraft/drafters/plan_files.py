@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 REMEDY = "give a file that `foredraft tune` wrote"
+MAKE_ONE = "make one with `foredraft tune`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +82,8 @@ class PlanFile:
     def check(self, hash: str, model: str) -> None:
         """Raise ConfigError if the plan is for another model than the one with this hash and name."""
         if self.model_hash != hash:
-            raise ConfigError(
-                f"is for {shortened(self.model)}, which is another model than {model}",
-                option="plan",
-                remedy="make one with `foredraft tune`",
-            )
+            problem = f"is for {shortened(self.model)}, which is another model than {model}"
+            raise ConfigError(problem, option="plan", remedy=MAKE_ONE)
 
 
 def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> PlanFile:
@@ -124,15 +122,6 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
     return place
 
 
-def plans_kept() -> bool:
-    """Return whether the cache folder holds a plan of any model."""
-    folder = cache_folder("plans")
-    try:
-        return folder is not None and any(folder.glob("[!.]*.json"))
-    except OSError:  # no folder, or one that cannot be read
-        return False
-
-
 def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     """Return the plan in the cache folder for the model with this hash, or None if there is none."""
     place = plan_place(hash, draft_weights)
@@ -141,10 +130,8 @@ def find_plan(hash: str, draft_weights: str | None = None) -> PlanFile | None:
     plan = read_plan(place, read=lambda file: read_private(check_folder(file.parent) / file.name))
     plan.check(hash, f"the one of {place}")
     if plan.draft_weights != draft_weights:
-        raise ConfigError(
-            f"{place} is a plan of other weights ({plan.draft_weights or 'the model itself'})",
-            remedy="remove it",
-        )
+        weights = plan.draft_weights or "the model itself"
+        raise ConfigError(f"{place} is a plan of other weights ({weights})", remedy="remove it")
     return plan
 
 
@@ -170,9 +157,8 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
     if isinstance(plan, str) and is_skips(plan):
         return Skips.parse(plan)
     if not isinstance(plan, PlanFile | str | Path):
-        raise ConfigError(
-            option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
-        )
+        remedy = "give the file of a plan, its content, or a text such as exit:8"
+        raise ConfigError(option="plan", value=plan, remedy=remedy)
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
     if found.model_hash == hash_of_base(target.source, model_hash):
         say_made_for_base(f"the plan of {shortened(found.model)}")
@@ -183,25 +169,19 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
 
 def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
     """Return the plan kept for the target, if any; an unusable one is left out with a warning."""
-    needed = search.needed and draft_weights is None
+    needed, source = search.needed and draft_weights is None, search.target.source
     try:
-        found = _kept_for(search.target.source, draft_weights) if plans_kept() else None
+        found = find_plan(model_hash(source), draft_weights)
+        if found is None and (hash := hash_of_base(source, model_hash)) is not None:
+            found = find_plan(hash, draft_weights)
+            if found is not None:
+                say_made_for_base("the kept plan")
     except ConfigError as error:
         if needed:
             raise
         logger.warning("%s", error)
         return None
     return None if found is None else fitting_plan(found, search, warn=needed)
-
-
-def _kept_for(source: ModelSource, draft_weights: str | None) -> PlanFile | None:
-    """Return the plan that is kept for a model, or else for the model without its LoRAs."""
-    found = find_plan(model_hash(source), draft_weights)
-    if found is None and (hash := hash_of_base(source, model_hash)) is not None:
-        found = find_plan(hash, draft_weights)
-        if found is not None:
-            say_made_for_base("the kept plan")
-    return found
 
 
 def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:
@@ -212,10 +192,8 @@ def fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> 
         return ChosenPlan(plan)
     plan.skips.check(layers, producers)
     if plan.layers != layers:
-        raise ConfigError(
-            f"is for a model of {plan.layers} layers, but this one has {layers}",
-            option="plan", remedy="make one with `foredraft tune`",
-        )  # fmt: skip
+        problem = f"is for a model of {plan.layers} layers, but this one has {layers}"
+        raise ConfigError(problem, option="plan", remedy=MAKE_ONE)
     doubt = plan.doubt(search.device.type, dtype_name(search.target.dtype))
     if doubt is not None and warn:
         logger.warning("%s", doubt)

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foredraft.decode.drafter import ModelFreeDrafter
+from foredraft.decode.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, is_no_file, write_whole
 from foredraft.model.checkpoint import Checkpoint
@@ -145,20 +147,20 @@ class TextIndex:
             begin += 1 + count
         return texts
 
-    def search(self, tail: Seq[int], most: int) -> Matches:
-        """Find where the longest suffix of `tail` occurred that a search of some occurrences finds."""
+    def search(self, tail: Seq[int], most: int, *, occurrences: int = OCCURRENCES) -> Matches:
+        """Find where the longest suffix of `tail` occurred that a search of the latest occurrences finds."""
         end = array("i", tail)
         for table in self._tables:
-            length, places = self._longest(table, end)
+            length, places = self._longest(table, end, occurrences)
             if length:
                 return Matches(length, [self._continuation(place, most) for place in places])
         return Matches(0, [])
 
-    def _longest(self, table: _Runs, tail: array[int]) -> tuple[int, list[int]]:
+    def _longest(self, table: _Runs, tail: array[int], occurrences: int) -> tuple[int, list[int]]:
         """Return the most equal tokens before places of the tail's last run, and the places with so many."""
         best, places = 0, list[int]()
         place = table.latest.get(hash(tuple(tail[-table.n :])), NOWHERE)
-        for _ in range(OCCURRENCES):
+        for _ in range(occurrences):
             if place < self._first:  # it is NOWHERE, or was dropped
                 break
             length = self._equal_before(place - self._held, tail, table.n)
@@ -185,6 +187,28 @@ class TextIndex:
         at = place - self._held
         tokens = self._tokens[at : at + most].tolist()
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
+
+
+class IndexedDrafter(ModelFreeDrafter):
+    """A drafter with an index of each sequence's own text."""
+
+    def __init__(self, runs: Seq[int]) -> None:
+        self.runs = runs  # tokens of the runs that have tables
+        self.indices: dict[int, TextIndex] = {}  # by sequence id
+
+    def join(self, sequence: Sequence) -> None:
+        index = self.indices[sequence.id] = TextIndex(self.runs)
+        index.extend(sequence.tokens)
+
+    def rewind(self, sequence: Sequence) -> None:
+        # Text only grows, or is a prefix of what it was after a ban's rollback.
+        index = self.indices[sequence.id]
+        common = min(index.end, len(sequence.tokens))
+        index.rewind(common)
+        index.extend(sequence.tokens[common:])
+
+    def leave(self, sequence: Sequence) -> None:
+        self.indices.pop(sequence.id, None)
 
 
 RUNS = (8, 3)  # tokens of the runs that have tables; one token or two say little about another text
@@ -288,30 +312,9 @@ class TextsFile:
         if is_no_file(self.path):
             raise self._refused("which is no file", "give another one")
         try:
-            content = self.path.read_bytes()
+            head, _, rest = self.path.read_bytes().partition(b"\n")
         except OSError as error:
             raise self._refused(f"which cannot be read ({error.strerror})", "give another one") from error
-        return self._unpacked(content)
-
-    def write(self, texts: Seq[RecentText], path: Path | None = None) -> None:
-        """Write texts to the file, or to another one, in place of what it has."""
-        file = path or self.path
-        if file is None:
-            raise ConfigError("the texts have no file", remedy=f"give one here, or to load as {OPTION}")
-        write_whole(file, self._packed(texts), OPTION, private=True)
-
-    def _packed(self, texts: Seq[RecentText]) -> bytes:
-        body = b"".join(np.array(text.tokens, dtype=IDS).tobytes() for text in texts)
-        about = {
-            "tokenizer": self.tokenizer,
-            "vocabulary": self.size,
-            "texts": [[text.scope.hex(), len(text.tokens)] for text in texts],
-        }
-        rest = json.dumps(about).encode() + b"\n" + body
-        return FORMAT + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-
-    def _unpacked(self, content: bytes) -> list[RecentText]:
-        head, _, rest = content.partition(b"\n")
         if not head.startswith(FORMAT):
             raise self._refused("which is no file of texts", "give another one, or remove it")
         if head != FORMAT + hashlib.sha256(rest).hexdigest().encode():
@@ -324,6 +327,18 @@ class TextsFile:
         parts = np.split(np.frombuffer(body, IDS), np.cumsum(counts, dtype=np.int64))
         scopes = [bytes.fromhex(scope) for scope, _ in about["texts"]]
         return [RecentText(scope, part.tolist()) for scope, part in zip(scopes, parts, strict=False)]
+
+    def write(self, texts: Seq[RecentText], path: Path | None = None) -> None:
+        """Write texts to the file, or to another one, in place of what it has."""
+        file = path or self.path
+        if file is None:
+            raise ConfigError("the texts have no file", remedy=f"give one here, or to load as {OPTION}")
+        listed = [[text.scope.hex(), len(text.tokens)] for text in texts]
+        about = {"tokenizer": self.tokenizer, "vocabulary": self.size, "texts": listed}
+        body = b"".join(np.array(text.tokens, dtype=IDS).tobytes() for text in texts)
+        rest = json.dumps(about).encode() + b"\n" + body
+        head = FORMAT + hashlib.sha256(rest).hexdigest().encode()
+        write_whole(file, head + b"\n" + rest, OPTION, private=True)
 
     def _refused(self, problem: str, remedy: str) -> ConfigError:
         return ConfigError(problem, option=OPTION, value=str(self.path), remedy=remedy)

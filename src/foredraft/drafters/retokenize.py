@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, ModelFreeDrafter
+from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import Parts
-from foredraft.drafters.draft_model import DraftCheckpoint
+from foredraft.drafters.draft_model import STRETCH
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.checkpoint import Checkpoint
@@ -57,11 +58,8 @@ class Translation:
 
     def __init__(self, source: ByteCodec, reader: ByteCodec) -> None:
         self._source, self._reader = source, reader
-        self._shared_specials = {
-            id: reader.specials[content]
-            for content, id in source.specials.items()
-            if content in reader.specials
-        }
+        shared = source.specials.keys() & reader.specials.keys()
+        self._shared_specials = {source.specials[content]: reader.specials[content] for content in shared}
         self._closed: list[int] = list(reader.prefix)  # ids of the closed chunks
         self._checkpoints: list[_Checkpoint] = []
         self._count = 0  # source tokens that were read
@@ -83,7 +81,12 @@ class Translation:
                 continue
             self._read(bytes(data))
             data.clear()
-            self._read_special(token)
+            # close the chunk, and add the reader's special token of the same name, if it has one
+            self._close(self._open + self.held.decode(errors="replace"))
+            self._open, self.held = "", b""
+            if token in self._shared_specials:
+                self._closed.append(self._shared_specials[token])
+            self._save()
         self._read(bytes(data))
 
     def keep(self, count: int) -> None:
@@ -108,14 +111,6 @@ class Translation:
             self._close(self._open[:cut])
             self._open = self._open[cut:]
             self._save()
-
-    def _read_special(self, token: int) -> None:
-        """Close the chunk and add the reader's special token of the same name, if it has one."""
-        self._close(self._open + self.held.decode(errors="replace"))
-        self._open, self.held = "", b""
-        if token in self._shared_specials:
-            self._closed.append(self._shared_specials[token])
-        self._save()
 
     def _close(self, text: str) -> None:
         self._closed += self._encoded(text)
@@ -145,7 +140,6 @@ def _cut(text: str) -> int | None:
 
 WINDOW = 8  # last tokens of the target that are encoded again with the draft, because a token may span both
 LONGEST = 4  # draft tokens for one of the target's, at most
-STRETCH = 2  # draft tokens for each of the target's that the cache has room for: few split text more finely
 NEAR = 8  # unread tokens up to which rows catch up in one padded pass; a row with more reads ahead by itself
 
 
@@ -227,15 +221,15 @@ class Retokenize(ModelFreeDrafter):
         self._free.append(seat.row)
 
     def _turn(self, seat: _Seat, budget: int) -> _Turn:
-        tokens = self._ask(seat, partial(self._translated, seat))
+        def translated() -> list[int]:
+            seat.translation.extend(seat.sequence.tokens)
+            return seat.translation.tokens()
+
+        tokens = self._ask(seat, translated)
         count = 0
         if tokens:
             count = min(self._steps(budget, seat.sequence.tokens, tokens), self.positions - len(tokens))
         return _Turn(seat, budget, tokens, count)
-
-    def _translated(self, seat: _Seat) -> list[int]:
-        seat.translation.extend(seat.sequence.tokens)
-        return seat.translation.tokens()
 
     def _ask(self, seat: _Seat, ask: Callable[[], list[int]]) -> list[int]:
         """Return tokens that the tokenizers give for a seat; none, now and later, once they fail for it."""
@@ -289,14 +283,13 @@ class Retokenize(ModelFreeDrafter):
 
     def _behind(self, turns: dict[int, _Turn], rows: range) -> tuple[Tensor, list[int], list[int]]:
         """Return each row's unread tokens [B, T], padded, their first positions, and their counts."""
-        starts = [self._catch_up(row, turns[row].tokens) if row in turns else 0 for row in rows]
-        behind = [
-            turns[row].tokens[start:] if row in turns else [0]
-            for row, start in zip(rows, starts, strict=True)
-        ]
+        starts, behind = [0] * len(rows), [[0] for _ in rows]
+        for at, row in enumerate(rows):
+            if row in turns:
+                starts[at] = self._catch_up(row, turns[row].tokens)
+                behind[at] = turns[row].tokens[starts[at] :]
         counts = [len(tokens) for tokens in behind]
-        padded = [tokens + [0] * (max(counts) - len(tokens)) for tokens in behind]
-        return upload(padded, self.draft_pass.runner.decoder.device, torch.int64), starts, counts
+        return upload(pad_rows(behind), self.draft_pass.runner.decoder.device, torch.int64), starts, counts
 
     def _catch_up(self, row: int, tokens: list[int]) -> int:
         """Roll a row back to what it shares with `tokens`, and read ahead; return where to go on."""
@@ -343,8 +336,7 @@ class Retokenize(ModelFreeDrafter):
     def _fault(self, seat: _Seat) -> None:
         """Handle non-finite logits: the row starts anew; after a second fault the sequence gets no drafts."""
         self._empty(seat.row)
-        seat.read = 0
-        seat.faults += 1
+        seat.read, seat.faults = 0, seat.faults + 1
         if seat.faults > 1:
             self._drop(seat, "its logits are not finite")
 
@@ -357,10 +349,8 @@ class Retokenize(ModelFreeDrafter):
         self._rows[row].clear()
 
 
-def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Retokenize:
+def build(parts: Parts, draft: Checkpoint) -> Retokenize:
+    """Return the drafter over a draft model that was found to have another tokenizer."""
     [runner] = parts.models
     assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
     return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)
-
-
-ASSET = DraftCheckpoint(_build, other_tokenizer=True, stretch=STRETCH)

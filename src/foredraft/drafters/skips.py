@@ -46,12 +46,9 @@ class Skips:
         if (mistake := self.mistake(layers)) is not None:
             problem, remedy = mistake
             raise ConfigError(problem, option="plan", remedy=remedy)
-        for layer in self.attention:
-            if layer in producers:
-                raise ConfigError(
-                    f"skips the attention of layer {layer}, whose keys and values other layers read",
-                    option="plan", remedy="leave that layer out of the plan",
-                )  # fmt: skip
+        if (read := next(filter(producers.__contains__, self.attention), None)) is not None:
+            problem = f"skips the attention of layer {read}, whose keys and values other layers read"
+            raise ConfigError(problem, option="plan", remedy="leave that layer out of the plan")
 
     def mistake(self, layers: int) -> tuple[str, str] | None:
         """Return what a model of this many layers cannot skip, and the remedy; None if it can skip all."""
@@ -71,18 +68,15 @@ class Skips:
 
     def plan(self, layers: int) -> Plan:
         """Return the sub-layers that a draft runs; a skipped one adds nothing to the residual stream."""
-        plan = Plan.full(layers)
-        if self.exit is not None:
-            skipped = range(self.exit, layers)
-            return plan.without(skipped, skipped)
-        return plan.without(self.attention, self.mlp)
+        left_out = range(self.exit or 0, layers)
+        attention, mlp = (self.attention, self.mlp) if self.exit is None else (left_out, left_out)
+        return Plan.full(layers).without(attention, mlp)
 
     def as_exit(self, layers: int) -> Skips | None:
         """Return the early exit that runs the same sub-layers, or None if there is none."""
         last = tuple(range(layers - len(self.attention), layers))
-        if not self.attention == self.mlp == last or not 0 < len(last) < layers:
-            return None
-        return Skips(exit=last[0])
+        alike = self.attention == self.mlp == last and 0 < len(last) < layers
+        return Skips(exit=last[0]) if alike else None
 
     @classmethod
     def parse(cls, text: str) -> Skips:
@@ -102,8 +96,13 @@ class Skips:
     def __str__(self) -> str:
         if self.exit is not None:
             return f"{EXIT}{self.exit}"
-        skipped = {kind: getattr(self, name) for kind, name in KINDS.items()}
-        parts = [f"{kind}={_join_ranges(layers)}" for kind, layers in skipped.items() if layers]
+        parts = []
+        for kind, name in KINDS.items():
+            layers = sorted(getattr(self, name))
+            cuts = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(layers)) if b > a + 1), len(layers)]
+            runs = [layers[start:stop] for start, stop in pairwise(cuts)]  # "3,5-7" for (3, 5, 6, 7)
+            ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs if run]
+            parts += [f"{kind}={','.join(ranges)}"] if layers else []
         return SKIP + ("/".join(parts) or NONE)
 
 
@@ -125,11 +124,3 @@ def _parse_number(word: str, text: str) -> int:
 
 def _syntax_error(text: str) -> ConfigError:
     return ConfigError(option="plan", value=text[:80], remedy=SYNTAX)
-
-
-def _join_ranges(layers: tuple[int, ...]) -> str:
-    """Return layers as ranges: "3,5-7" for (3, 5, 6, 7)."""
-    ordered = sorted(layers)
-    cuts = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(ordered)) if b > a + 1), len(ordered)]
-    runs = [ordered[start:stop] for start, stop in pairwise(cuts)]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Found
 from foredraft.model.cache import KVCache
-from foredraft.model.memory import on_host
-from foredraft.model.runner import FusedDraft, Resume
+from foredraft.model.memory import on_host, upload
+from foredraft.model.runner import FusedDraft, Resume, Runner
 from foredraft.model.spec import ModelSpec
 
 
@@ -100,41 +99,6 @@ class WaitingStates:
         return self.stop < len(self.sequence.prompt) or len(self.states) >= MAX_WAITING
 
 
-class Waiting:
-    """The waiting states of all sequences of a drafter."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, WaitingStates] = {}
-
-    def add(self, sequence: Sequence, start: int, states: Tensor) -> WaitingStates:
-        """Add states from position `start` on, which replace what is there; return all of the sequence."""
-        waiting = self._by_id.get(sequence.id)
-        if waiting is None:
-            waiting = self._by_id[sequence.id] = WaitingStates(sequence, start, states)
-        else:
-            waiting.states = torch.cat([waiting.states[: start - waiting.start], states])
-        return waiting
-
-    def of(self, sequence: Sequence) -> list[WaitingStates]:
-        """Return the states of a sequence: one entry, or none."""
-        waiting = self._by_id.get(sequence.id)
-        return [] if waiting is None else [waiting]
-
-    def where(self, chosen: Callable[[Sequence], bool]) -> list[WaitingStates]:
-        return [waiting for waiting in self._by_id.values() if chosen(waiting.sequence)]
-
-    def rewind(self, sequence: Sequence, stop: int) -> None:
-        """Drop those of a sequence from position `stop` on: a ban took back their tokens."""
-        waiting = self._by_id.get(sequence.id)
-        if waiting is not None and waiting.stop > stop:
-            waiting.states = waiting.states[: max(0, stop - waiting.start)]
-            if not len(waiting.states):
-                self.drop(sequence)
-
-    def drop(self, sequence: Sequence) -> None:
-        self._by_id.pop(sequence.id, None)
-
-
 class StateReader(AutoregressiveDrafter):
     """A drafter that reads the target's states of committed positions, which come at commit."""
 
@@ -167,38 +131,71 @@ class WaitingReader(StateReader):
     def __init__(self, aux_layers: Seq[int]) -> None:
         self.joined_layers = tuple(aux_layers)  # in the order in which their states lie side by side
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
-        self._waiting = Waiting()
+        self._waiting: dict[int, WaitingStates] = {}  # by sequence id
 
     def read_states(self, waiting: list[WaitingStates]) -> None:
-        """Write what the drafter makes of waiting states to its caches, and drop them."""
+        """Write what the drafter makes of waiting states, at least one, to its caches."""
         raise NotImplementedError
+
+    @torch.inference_mode()
+    def read_waiting(self, chosen: Callable[[Sequence], bool]) -> None:
+        """Read the waiting states of the chosen sequences, which wait no longer."""
+        waiting = [each for each in self._waiting.values() if chosen(each.sequence)]
+        if waiting:
+            self.read_states(waiting)
+        for each in waiting:
+            del self._waiting[each.sequence.id]
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         """Note copies of the target's states of newly committed positions."""
-        waiting = self._waiting.add(sequence, start, torch.cat([states[k] for k in self.joined_layers], -1))
+        joined = torch.cat([states[k] for k in self.joined_layers], -1)
+        waiting = self._waiting.get(sequence.id)
+        if waiting is None:
+            waiting = self._waiting[sequence.id] = WaitingStates(sequence, start, joined)
+        else:
+            waiting.states = torch.cat([waiting.states[: start - waiting.start], joined])
         if waiting.due:
-            self.read_states([waiting])
+            self.settle(sequence)
 
-    @torch.inference_mode()
     def settle(self, sequence: Sequence) -> None:
-        self.read_states(self._waiting.of(sequence))
+        self.read_waiting(lambda each: each is sequence)
 
     def rewind(self, sequence: Sequence) -> None:
+        """Drop states of tokens that a ban took back, too."""
         super().rewind(sequence)
-        self._waiting.rewind(sequence, len(sequence.tokens) - 1)
+        waiting, stop = self._waiting.get(sequence.id), len(sequence.tokens) - 1
+        if waiting is not None and waiting.stop > stop:
+            waiting.states = waiting.states[: max(0, stop - waiting.start)]
+            if not len(waiting.states):
+                del self._waiting[sequence.id]
 
     def leave(self, sequence: Sequence) -> None:
         super().leave(sequence)
-        self._waiting.drop(sequence)
+        self._waiting.pop(sequence.id, None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundReader(Found):
-    """Weights of a drafter that reads states, which fit the target."""
+def by_row(waiting: Seq[WaitingStates]) -> tuple[int, list[WaitingStates | None]]:
+    """Return the first row of waiting states, and what waits in each from there on."""
+    rows = {each.sequence.row: each for each in waiting}
+    return min(rows), [rows.get(row) for row in range(min(rows), max(rows) + 1)]
 
-    specs: tuple[ModelSpec, ...]  # of the drafter's caches
-    dtype: torch.dtype  # the target's
 
-    def row_bytes(self, positions: int) -> int:
-        return sum(KVCache.bytes_per_row(spec, positions, self.dtype) for spec in self.specs)
+class LastStateReader(StateReader):
+    """A reader of the target's last states, which go to its cache as they come."""
+
+    def __init__(self, target: Runner, cache: KVCache) -> None:
+        spec = target.decoder.spec
+        self.aux_layers = (spec.layers,)
+        self.states = cache.aligned(states_spec(spec, spec.hidden_size))
+        self.caches = self.own = (self.states,)
+
+    @torch.inference_mode()
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        keep(self.states, sequence.row, start, states[self.aux_layers[0]])
+
+    def states_before(self, starts: Seq[int]) -> Tensor:
+        """Return the state before each position, [B, hidden]; any for position 0, which has none."""
+        device = self.states.device
+        positions = upload([max(0, start - 1) for start in starts], device)
+        return kept(self.states, torch.arange(len(starts), device=device), positions)

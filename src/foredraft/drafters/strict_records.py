@@ -86,12 +86,9 @@ class StrictRecord:
         if not isinstance(found, dict):
             raise self.refused(file, "which holds no JSON object")
         version = next(each.default for each in fields(kind) if each.name == "format")
-        if found.get("format") != version:
-            raise self.refused(
-                file,
-                f"whose format is {shortened(found.get('format'))}, but this version reads format {version}",
-                self.anew,
-            )
+        if (format := found.get("format")) != version:
+            problem = f"whose format is {shortened(format)}, but this version reads format {version}"
+            raise self.refused(file, problem, self.anew)
         found = {**self.absent, **found}
         try:
             made = as_record(kind, found, defaults=False)
@@ -136,20 +133,19 @@ def _is(value: Any, hint: Any) -> bool:
     return hint in (str, bool, int) and type(value) is hint
 
 
+NAMED: dict[Any, str] = {
+    str: "a string", bool: "true or false", int: "a whole number", float: "a finite number",
+    Count: "a whole number of 1 or more",
+}  # fmt: skip
+
+
 def _words(hint: Any) -> str:
     """Return the values that an annotation accepts, for messages."""
     if get_origin(hint) in (Union, types.UnionType):
         return f"{_words(_without_none(hint))} or null"
     if get_origin(hint) is tuple:
         return "a list of whole numbers" if get_args(hint)[0] is int else "a list"
-    named = {
-        str: "a string",
-        bool: "true or false",
-        int: "a whole number",
-        float: "a finite number",
-        Count: "a whole number of 1 or more",
-    }
-    return named.get(hint, "an object")
+    return NAMED.get(hint, "an object")
 
 
 def _without_none(hint: Any) -> Any:

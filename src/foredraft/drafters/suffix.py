@@ -7,14 +7,13 @@ drafter looks for the longest suffix of the text that occurred before, in the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from foredraft.decode.drafter import ModelFreeDrafter, Peek
+from foredraft.decode.drafter import Peek
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
-from foredraft.drafters.recent_texts import LONGEST_MATCH, RecentTexts, TextIndex, TextsFile
+from foredraft.drafters.recent_texts import LONGEST_MATCH, IndexedDrafter, RecentTexts, TextsFile
 from foredraft.errors import Option
 
 OWN_RUNS = (8, 3, 1)  # tokens of the runs of the request's own text that have tables
@@ -36,27 +35,16 @@ class SuffixDraft(NamedTuple):
     confidence: float
 
 
-@dataclass(slots=True)
-class _Own:
-    """The index of a sequence's own text, and its next draft, once that was asked for."""
-
-    index: TextIndex
-    draft: SuffixDraft | None = None
-
-
-class Suffix(ModelFreeDrafter):
+class Suffix(IndexedDrafter):
     """A model-free drafter that costs no forward, over an index per sequence and one of recent texts."""
 
     name = "suffix"
     planned = longest_draft = LONGEST_DRAFT
 
     def __init__(self, texts: RecentTexts, file: TextsFile) -> None:
+        super().__init__(OWN_RUNS)
         self.texts, self.file = texts, file
-        self._own: dict[int, _Own] = {}
-
-    def join(self, sequence: Sequence) -> None:
-        own = self._own[sequence.id] = _Own(TextIndex(OWN_RUNS))
-        own.index.extend(sequence.tokens)
+        self._drafts: dict[int, SuffixDraft] = {}  # sequence id -> its next draft, once that was asked for
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         return [self._draft(sequence).tokens[:budget] for sequence, budget in requests]
@@ -66,15 +54,12 @@ class Suffix(ModelFreeDrafter):
         return Peek(min(limit, len(draft.tokens)), draft.confidence)
 
     def rewind(self, sequence: Sequence) -> None:
-        own = self._own[sequence.id]
-        # Text only grows, or is a prefix of what it was after a ban's rollback.
-        common = min(own.index.end, len(sequence.tokens))
-        own.index.rewind(common)
-        own.index.extend(sequence.tokens[common:])
-        own.draft = None
+        super().rewind(sequence)
+        self._drafts.pop(sequence.id, None)
 
     def leave(self, sequence: Sequence) -> None:
-        if self._own.pop(sequence.id, None) is not None and sequence.finish in ENDED:
+        self._drafts.pop(sequence.id, None)
+        if self.indices.pop(sequence.id, None) is not None and sequence.finish in ENDED:
             begin = max(0, len(sequence.prompt) - CONTEXT)
             self.texts.add(sequence.text_scope, sequence.tokens[begin:])
 
@@ -85,26 +70,21 @@ class Suffix(ModelFreeDrafter):
         return len(texts)
 
     def _draft(self, sequence: Sequence) -> SuffixDraft:
-        own = self._own[sequence.id]
-        if own.draft is None:
-            tail = sequence.tokens[-LONGEST_MATCH:]
-            found = [
-                own.index.search(tail, LONGEST_DRAFT),
-                self.texts.search(sequence.text_scope, tail, LONGEST_DRAFT),
-            ]
-            length = max(matches.length for matches in found)
-            longest = [each for m in found if m.length == length for each in m.continuations]
-            own.draft = _draft_of(length, longest)
-        return own.draft
-
-
-def _draft_of(length: int, continuations: list[list[int]]) -> SuffixDraft:
-    """Return the draft by what followed each occurrence of a match of `length` tokens."""
-    tokens, share = agreed(continuations, min(DRAFT_PER_MATCH * length, LONGEST_DRAFT))
-    if not tokens:
-        return SuffixDraft([], LEVELS[0])
-    chance = share * CONFIDENCE[max(known for known in CONFIDENCE if known <= length)]
-    return SuffixDraft(tokens, max((level for level in LEVELS if level <= chance), default=LEVELS[0]))
+        """Return the draft by what followed each occurrence of the longest match."""
+        if (draft := self._drafts.get(sequence.id)) is not None:
+            return draft
+        tail = sequence.tokens[-LONGEST_MATCH:]
+        found = [
+            self.indices[sequence.id].search(tail, LONGEST_DRAFT),
+            self.texts.search(sequence.text_scope, tail, LONGEST_DRAFT),
+        ]
+        length = max(matches.length for matches in found)
+        longest = [each for m in found if m.length == length for each in m.continuations]
+        tokens, share = agreed(longest, min(DRAFT_PER_MATCH * length, LONGEST_DRAFT))
+        chance = share * CONFIDENCE[max(known for known in CONFIDENCE if known <= length)] if tokens else 0.0
+        confidence = max((level for level in LEVELS if level <= chance), default=LEVELS[0])
+        draft = self._drafts[sequence.id] = SuffixDraft(tokens, confidence)
+        return draft
 
 
 def agreed(continuations: list[list[int]], most: int) -> tuple[list[int], float]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from foredraft import demo
 from foredraft.bench.contenders import module
 from foredraft.bench.llama_cpp import DTYPES, add_vocabulary, interleaved
-from foredraft.drafters.heads.eagle3_files import CONFIG, D2T, EMBEDDING, HEAD, OTHERS, T2D, is_eagle3
-from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.configs import OTHERS
+from foredraft.drafters.heads.head_asset import is_eagle3
+from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, HeadRecord
 from foredraft.drafters.heads.writing import (
-    WEIGHTS,
     StoredHead,
     head_config,
     read_stored_head,
@@ -34,6 +34,8 @@ from foredraft.files import errors_named, replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.model.checkpoint import Checkpoint
+from foredraft.model.safetensors_file import SINGLE
+from foredraft.model.spec import CONFIG
 from foredraft.train.preparation import check_out
 
 ARCHITECTURE = "eagle3"
@@ -167,7 +169,7 @@ def export_head(draft: Path, format: str, out: Path, model: str | None = None, *
 
 
 def _is_head(folder: Path) -> bool:
-    return is_eagle3(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS}
+    return is_eagle3(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE}
 
 
 def _folder(head: StoredHead, format: str, target: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:

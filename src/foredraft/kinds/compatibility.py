@@ -1,45 +1,30 @@
-"""Compatibility: which drafters, policies, acceptance rules and options fit together; nothing else decides
-this.
-"""
+"""Which drafters, policies, acceptance rules and options fit together; nothing else decides this."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from foredraft.drafters.asset import Missing
-from foredraft.errors import ConfigError, Option, RequestError, did_you_mean
-from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
+from foredraft.errors import ConfigError, Option, RequestError, Text, did_you_mean
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, PolicyKind
+
+if TYPE_CHECKING:
+    from foredraft.decode.policy import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyTraits:
-    """The traits of a policy that compatibility depends on; the fields are those of `PolicyKind`."""
+def decides(policy: PolicyKind | Policy, *, has_probs: bool, chooses: bool = False) -> bool:
+    """Return whether a policy can decide about a drafter, whose tokens may have probabilities.
 
-    name: str
-    uses_costs: bool
-    stops_by_content: bool
-
-    @classmethod
-    def named(cls, policy: str) -> PolicyTraits:
-        """Return the traits of a policy in the table."""
-        kind = POLICIES[policy]
-        return cls(policy, kind.uses_costs, kind.stops_by_content)
-
-    def suits(self, *, has_probs: bool, chooses: bool = False) -> bool:
-        """Return whether the policy can decide about a drafter.
-
-        Args:
-            has_probs: The drafter's tokens have probabilities.
-            chooses: The drafter stands for several, among which the policy chooses.
-        """
-        return (has_probs or not self.stops_by_content) and (self.uses_costs or not chooses)
+    The drafter may stand for several, among which the policy `chooses`.
+    """
+    return (has_probs or not policy.stops_by_content) and (policy.uses_costs or not chooses)
 
 
 def suits(drafter: str, policy: str) -> bool:
     """Return whether a policy can decide about a drafter, both by name."""
     kind = DRAFTERS[drafter]
-    return PolicyTraits.named(policy).suits(has_probs=kind.autoregressive, chooses=kind.chooses)
+    return decides(POLICIES[policy], has_probs=kind.autoregressive, chooses=kind.chooses)
 
 
 def rule_suits(rule: str, drafter: str) -> bool:
@@ -62,12 +47,8 @@ def default_drafter(policy: str, given: Collection[str] = (), missing: Collectio
 
     It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one
     drafter: the one whose asset the user gives, by the table's last option where there are several, or else
-    the first one of the table that needs nothing.
-
-    Args:
-        policy: Name of the policy.
-        given: Options of `load` that the user gives.
-        missing: Drafters that are not at hand, as far as that is known.
+    the first one of the table that needs nothing. `given` are options of `load`; `missing` are drafters that
+    are not at hand, as far as that is known.
     """
     choosing = next((name for name, kind in DRAFTERS.items() if kind.chooses and suits(name, policy)), None)
     if choosing is not None:
@@ -92,12 +73,7 @@ def asset_options() -> tuple[str, ...]:
 
 
 def missing_part(drafter: str, name: str | None = None) -> ConfigError:
-    """Return the error of a drafter that is not at hand: what it lacks.
-
-    Args:
-        drafter: The drafter.
-        name: What the message calls it; by default its own name.
-    """
+    """Return the error of a drafter that is not at hand, which the message may call by another name."""
     asset = DRAFTERS[drafter].asset
     assert asset is not None, "other names lack nothing"
     return asset().missing.error(name or drafter)
@@ -108,70 +84,46 @@ def unused_options(drafter: str) -> tuple[str, ...]:
     kind = DRAFTERS[drafter]
     if kind.chooses:
         return ()
-    options = dict.fromkeys(asset_options(), False) | dict.fromkeys(kind.options, True)
     drafts = kind.asset is not None
-    options |= {
-        "draft_sampling": kind.autoregressive, "policy": drafts, "policy_options": drafts,
-        "max_draft": drafts,
-    }  # fmt: skip
+    options = dict.fromkeys(asset_options(), False) | dict.fromkeys(kind.options, True)
+    options |= {"draft_sampling": kind.autoregressive}
+    options |= dict.fromkeys(("policy", "policy_options", "max_draft"), drafts)
     return tuple(name for name, used in options.items() if not used)
 
 
 def check_effects(
     drafter: str,
     *,
-    compare: bool = False,
-    options: Iterable[str] = (),
-    policy: str | None = None,
-    rule: str | None = None,
+    compare: bool = False,  # the speed is compared with plain decoding's
+    options: Iterable[str] = (),  # of `load`, those that the user gives
+    policy: str | None = None,  # None for the default one
+    rule: str | None = None,  # None for the default one
 ) -> None:
-    """Raise ConfigError where a given option has no effect with the drafter, or the policy cannot follow it.
-
-    Args:
-        drafter: The drafter of all requests.
-        compare: The speed is compared with plain decoding's.
-        options: Names of the options of `load` that the user gives.
-        policy: The policy that the user gives; None for the default one.
-        rule: The acceptance rule that the user gives; None for the default one.
-    """
+    """Raise ConfigError where a given option has no effect with the drafter of all requests."""
     no_effect = f"has no effect with drafter {drafter}"
     if compare and drafter == "none":
-        raise ConfigError(
-            "needs a drafter", option="compare",
-            remedy=("give ", Option("draft"), " or ", Option("drafter", "lookup")),
-        )  # fmt: skip
+        remedy = ("give ", Option("draft"), " or ", Option("drafter", "lookup"))
+        raise ConfigError("needs a drafter", option="compare", remedy=remedy)
     given = set(options)
     for option in unused_options(drafter):
         if option in given:
             raise ConfigError(no_effect, option=option, remedy="leave it out")
     if policy is not None and not DRAFTERS[drafter].chooses and not suits(drafter, policy):
-        raise ConfigError(
-            f"which needs draft probabilities, but drafter {drafter} has none",
-            option="policy", value=policy, remedy="give another policy",
-        )  # fmt: skip
+        problem = f"which needs draft probabilities, but drafter {drafter} has none"
+        raise ConfigError(problem, option="policy", value=policy, remedy="give another policy")
     if rule is not None and not rule_suits(rule, drafter):
         raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
 
 
 def check_named_drafter(drafter: str, policy: str, given: Collection[str]) -> None:
-    """Raise ConfigError where a drafter lacks what only the user can give, or a policy that can choose.
-
-    Args:
-        drafter: The drafter that the user names.
-        policy: Name of the policy.
-        given: Options of `load` that the user gives.
-    """
+    """Raise ConfigError where a drafter lacks what only the user can give, or a policy that can choose."""
     kind = DRAFTERS[drafter]
     required = None if kind.asset is None or kind.given_by in given else kind.asset().required
     if required is not None:
         raise ConfigError(required.problem, option="drafter", value=drafter, remedy=required.remedy)
     if kind.chooses and not suits(drafter, policy):
-        raise ConfigError(
-            _cannot_choose(policy),
-            option="drafter",
-            value=drafter,
-            remedy=("give ", Option("policy", "auto")),
-        )
+        remedy = ("give ", Option("policy", "auto"))
+        raise ConfigError(_cannot_choose(policy), option="drafter", value=drafter, remedy=remedy)
 
 
 def check_fits_assets(
@@ -179,99 +131,64 @@ def check_fits_assets(
 ) -> None:
     """Raise ConfigError where the default drafter, policy or draft sampling does not fit what is at hand.
 
-    Args:
-        drafter: The default drafter.
-        policy: Name of the policy.
-        draft_sampling: As `load` takes it.
-        found: Drafters whose assets were found.
-        missing: The other drafters, and what they lack.
+    `found` are the drafters whose assets were found, `missing` the others, and what they lack.
     """
     if drafter in missing:
-        _refuse_drafter(drafter, found, missing[drafter])
-    autoregressive = [name for name in found if DRAFTERS[name].autoregressive]
-    if draft_sampling != "sampled" and not autoregressive:
-        _refuse_draft_sampling(draft_sampling, missing)
-    if POLICIES[policy].stops_by_content:
-        _check_probabilities(drafter, policy, found)
-
-
-def _refuse_drafter(drafter: str, found: Collection[str], missing: Missing) -> None:
-    if missing.unfit is None:
-        raise missing.error(drafter)
-    option = DRAFTERS[drafter].given_by
-    fitting = next((name for name in found if DRAFTERS[name].given_by == option), None)
-    other = () if fitting is None else ("give ", Option("drafter", fitting), ", or ")
-    raise ConfigError(
-        f"but {missing.unfit}", option="drafter", value=drafter, remedy=(*other, "leave it out")
-    )
-
-
-def _refuse_draft_sampling(draft_sampling: str, missing: Mapping[str, Missing]) -> None:
-    reasons = (each.unfit for name, each in missing.items() if DRAFTERS[name].autoregressive)
-    unfit = next(filter(None, reasons), None)
-    if unfit is None:
+        lacks = missing[drafter]
+        if lacks.unfit is None:
+            raise lacks.error(drafter)
+        option = DRAFTERS[drafter].given_by
+        fitting = next((name for name in found if DRAFTERS[name].given_by == option), None)
+        other = () if fitting is None else ("give ", Option("drafter", fitting), ", or ")
         raise ConfigError(
-            "but no model drafts", option="draft_sampling", value=draft_sampling,
-            remedy=("give ", Option("draft"), ", or leave it out"),
-        )  # fmt: skip
-    raise ConfigError(
-        f"but {unfit}, so its drafts have no probabilities",
-        option="draft_sampling", value=draft_sampling, remedy="leave it out",
-    )  # fmt: skip
-
-
-def _check_probabilities(drafter: str, policy: str, found: Collection[str]) -> None:
-    """Raise ConfigError where a policy that reads draft probabilities gets none, at all or by default."""
-    fitting = [name for name in found if suits(name, policy)]
-    if not fitting:
+            f"but {lacks.unfit}", option="drafter", value=drafter, remedy=(*other, "leave it out")
+        )
+    if draft_sampling != "sampled" and not any(DRAFTERS[name].autoregressive for name in found):
+        reasons = (each.unfit for name, each in missing.items() if DRAFTERS[name].autoregressive)
+        unfit = next(filter(None, reasons), None)
+        problem = "no model drafts" if unfit is None else f"{unfit}, so its drafts have no probabilities"
+        or_give = ("give ", Option("draft"), ", or ") if unfit is None else ()
         raise ConfigError(
-            "which needs draft probabilities, but no loaded drafter has them", option="policy", value=policy,
-            remedy="give another one",
-        )  # fmt: skip
-    if drafter in found and drafter not in fitting:
-        raise ConfigError(
-            ("which needs draft probabilities, but ", Option("drafter", drafter), " has none"),
-            option="policy", value=policy,
-            remedy=("give another one, or ", Option("drafter", fitting[0])),
-        )  # fmt: skip
+            f"but {problem}", option="draft_sampling", value=draft_sampling, remedy=(*or_give, "leave it out")
+        )
+    if POLICIES[policy].stops_by_content:  # it reads draft probabilities
+        fits = [name for name in found if suits(name, policy)]
+        if not fits:
+            problem = "which needs draft probabilities, but no loaded drafter has them"
+            raise ConfigError(problem, option="policy", value=policy, remedy="give another one")
+        if drafter in found and drafter not in fits:
+            raise ConfigError(
+                ("which needs draft probabilities, but ", Option("drafter", drafter), " has none"),
+                option="policy", value=policy, remedy=("give another one, or ", Option("drafter", fits[0])),
+            )  # fmt: skip
 
 
-def select_drafters(drafter: str, has_probs: Mapping[str, bool], policy: PolicyTraits) -> tuple[str, ...]:
+def select_drafters(drafter: str, has_probs: Mapping[str, bool], policy: Policy) -> tuple[str, ...]:
     """Return the drafters of a request; the policy chooses among several.
 
-    Args:
-        drafter: The drafter that the request names, or the default one.
-        has_probs: Loaded drafter -> whether its tokens have probabilities.
-        policy: The loaded policy.
+    `has_probs` tells of each loaded drafter whether its tokens have probabilities.
 
     Raises:
         RequestError: The drafter is not loaded, or the policy cannot decide about it.
     """
     if drafter == "none":
         return ()
-    can_choose = policy.suits(has_probs=True, chooses=True)
+    can_choose = decides(policy, has_probs=True, chooses=True)
     if drafter == "auto" and can_choose:
         return tuple(has_probs)
-    fitting = [name for name, probs in has_probs.items() if policy.suits(has_probs=probs)]
+    fitting = [name for name, probs in has_probs.items() if decides(policy, has_probs=probs)]
     names = ["none", *(["auto"] if can_choose else []), *fitting]
-    remedy = f"give one of {', '.join(names)}"
-    if drafter == "auto":
-        raise RequestError(
-            _cannot_choose(policy.name), option="drafter", value=drafter,
-            remedy=("load with ", Option("policy", "auto"), f", or {remedy}"),
-        )  # fmt: skip
-    if drafter not in has_probs:
-        raise RequestError(
-            "which is not loaded", option="drafter", value=drafter,
-            remedy=remedy + did_you_mean(drafter, names),
-        )  # fmt: skip
-    if drafter not in fitting:
-        raise RequestError(
-            ("which has no draft probabilities, but ", Option("policy", policy.name), " needs them"),
-            option="drafter", value=drafter,
-            remedy=(f"{remedy}, or load with another ", Option("policy")),
-        )  # fmt: skip
-    return (drafter,)
+    give = f"give one of {', '.join(names)}"
+    if drafter in fitting:
+        return (drafter,)
+    problem: Text = _cannot_choose(policy.name)
+    remedy: Text = "load with ", Option("policy", "auto"), f", or {give}"
+    if drafter != "auto" and drafter not in has_probs:
+        problem, remedy = "which is not loaded", give + did_you_mean(drafter, names)
+    elif drafter != "auto":
+        problem = "which has no draft probabilities, but ", Option("policy", policy.name), " needs them"
+        remedy = f"{give}, or load with another ", Option("policy")
+    raise RequestError(problem, option="drafter", value=drafter, remedy=remedy)
 
 
 def _cannot_choose(policy: str) -> tuple[str | Option, ...]:

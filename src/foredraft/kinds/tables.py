@@ -21,30 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """One line of the table of drafters.
+    """One line of the table of drafters."""
 
-    Attributes:
-        summary: Its help text.
-        asset: Imports its file and returns its asset; None for names that stand for no drafter of their own.
-        given_by: The option of `load` that gives the asset, and so makes the drafter the default one under a
-            policy that decides about one drafter. None where the asset is not given.
-        reads: Further options of `load` that the asset reads.
-        wanted_by: Options of `load`, with their values, that have the asset made beside another drafter.
-        chooses: The name stands for all loaded drafters; the policy chooses among them.
-        autoregressive: It returns logits, so its drafts have probabilities and can be sampled.
-        lossless: The output has exactly the target's distribution.
-        by_request: It drafts only for requests that bring a text for it.
-    """
-
-    summary: str
+    summary: str  # its help text
+    # imports its file and returns its asset; None for names that stand for no drafter of their own
     asset: Callable[[], Asset] | None = None
+    # the option of `load` that gives the asset, and so makes the drafter the default one under a policy that
+    # decides about one drafter; None where the asset is not given
     given_by: str | None = None
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # further options of `load` that the asset reads
+    # options of `load`, with their values, that have the asset made beside another drafter
     wanted_by: Mapping[str, str | int] = field(default_factory=dict)
-    chooses: bool = False
-    autoregressive: bool = False
-    lossless: bool = True
-    by_request: bool = False
+    chooses: bool = False  # the name stands for all loaded drafters; the policy chooses among them
+    autoregressive: bool = False  # it returns logits: its drafts have probabilities and can be sampled
+    lossless: bool = True  # the output has exactly the target's distribution
+    by_request: bool = False  # it drafts only for requests that bring a text for it
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -65,45 +56,29 @@ class PolicyOption:
     @property
     def allowed(self) -> str:
         """The values to give, as error messages name them."""
-        return (
-            f"one of {', '.join(self.words)}"
-            if self.words
-            else f"a {'whole ' * self.whole}number from {self.least:g} to {self.most:g}"
-        )
+        if self.words:
+            return f"one of {', '.join(self.words)}"
+        return f"a {'whole ' * self.whole}number from {self.least:g} to {self.most:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """One line of the table of policies.
+    """One line of the table of policies."""
 
-    Attributes:
-        summary: Its help text.
-        make: Builds the policy from the longest draft, in tokens, and its settings by name.
-        max_draft: Longest draft unless the user gives one, in tokens.
-        settings: The entries of `policy_options` that it knows.
-        uses_costs: It compares measured costs, so it can choose among several drafters.
-        stops_by_content: It stops by the drafter's probabilities, which only an autoregressive drafter has.
-    """
-
-    summary: str
-    make: Callable[..., Policy]
-    max_draft: int
-    settings: Mapping[str, PolicyOption] = field(default_factory=dict)
-    uses_costs: bool = False
-    stops_by_content: bool = False
+    summary: str  # its help text
+    make: Callable[..., Policy]  # builds the policy from the longest draft, in tokens, and its settings
+    max_draft: int  # longest draft unless the user gives one, in tokens
+    settings: Mapping[str, PolicyOption] = field(default_factory=dict)  # the `policy_options` that it knows
+    uses_costs: bool = False  # it compares measured costs, so it can choose among several drafters
+    stops_by_content: bool = False  # it stops by probabilities, which autoregressive drafters alone have
 
 
 @dataclass(frozen=True, slots=True)
 class RuleKind:
-    """One line of the table of acceptance rules.
+    """One line of the table of acceptance rules."""
 
-    Attributes:
-        summary: Its help text.
-        lossless: The output has exactly the target's distribution.
-    """
-
-    summary: str
-    lossless: bool = True
+    summary: str  # its help text
+    lossless: bool = True  # the output has exactly the target's distribution
 
 
 def _in(module: str) -> Any:
@@ -131,6 +106,12 @@ def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
     return asset
 
 
+def _head(summary: str, asset: str) -> DrafterKind:
+    """Return the line of a drafter whose weights are a head of the target."""
+    found = _asset("heads.head_asset", asset)
+    return DrafterKind(summary, found, given_by="draft", autoregressive=True)
+
+
 PREDICTION = "prediction"  # the drafter of requests that bring a text for it
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -152,51 +133,30 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     "retokenize": DrafterKind(
         "a small model with another tokenizer, whose text is encoded again for the target",
-        _asset("retokenize"),
+        _asset("draft_model", "OTHER_TOKENIZER_ASSET"),
         given_by="draft",
     ),
-    "eagle3": DrafterKind(
-        "a trained EAGLE-3 head over its states", _asset("eagle3"), given_by="draft", autoregressive=True
-    ),
-    "eagle": DrafterKind(
-        "a trained EAGLE-1 or EAGLE-2 head",
-        _asset("eagle3", "EAGLE_ASSET"),
-        given_by="draft",
-        autoregressive=True,
-    ),
-    "medusa": DrafterKind(
-        "trained Medusa heads over its last state", _asset("medusa"), given_by="draft", autoregressive=True
-    ),
-    "dflash": DrafterKind(
-        "a trained DFlash head",
-        _asset("block_drafter", "DFLASH_ASSET"),
-        given_by="draft",
-        autoregressive=True,
-    ),
-    "dspark": DrafterKind(
-        "a trained DSpark head",
-        _asset("block_drafter", "DSPARK_ASSET"),
-        given_by="draft",
-        autoregressive=True,
-    ),
-    "gemma4-assistant": DrafterKind(
-        "Google's own drafter for a Gemma 4",
-        _asset("gemma4_assistant"),
-        given_by="draft",
-        autoregressive=True,
-    ),
+    "eagle3": _head("a trained EAGLE-3 head over its states", "EAGLE3_ASSET"),
+    "eagle": _head("a trained EAGLE-1 or EAGLE-2 head", "EAGLE_ASSET"),
+    "medusa": _head("trained Medusa heads over its last state", "MEDUSA_ASSET"),
+    "dflash": _head("a trained DFlash head", "DFLASH_ASSET"),
+    "dspark": _head("a trained DSpark head", "DSPARK_ASSET"),
+    "gemma4-assistant": _head("Google's own drafter for a Gemma 4", "ASSISTANT_ASSET"),
     "layer-skip": DrafterKind(
         "the model itself without some of its layers",
-        _asset("layer_skip"),
+        _asset("self_assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
     ),
     "kangaroo": DrafterKind(
-        "its first layers and a trained adapter", _asset("kangaroo"), given_by="adapter", autoregressive=True
+        "its first layers and a trained adapter",
+        _asset("self_assets", "ADAPTER_ASSET"),
+        given_by="adapter",
+        autoregressive=True,
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
-        _asset("low_bit"),
+        _asset("self_assets", "COPY_ASSET"),
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
         autoregressive=True,

@@ -22,7 +22,7 @@ from foredraft.decode.stats import Stats
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
 from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import ContextLengthError, Option, RequestError, shortened
-from foredraft.kinds.compatibility import PolicyTraits, is_lossless, select_drafters
+from foredraft.kinds.compatibility import is_lossless, select_drafters
 from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output
@@ -258,13 +258,12 @@ class Requests:
 
     def _drafters(self, drafter: str, params: SamplingParams) -> tuple[str, ...]:
         """Return the drafters that a name stands for under the request's policy."""
-        engine = self.loaded.engine
-        policy = self.policy(params) or engine.policy
-        traits = PolicyTraits(policy.name, policy.uses_costs, policy.stops_by_content)
-        autoregressive = {
-            name: isinstance(each, AutoregressiveDrafter) for name, each in engine.drafters.items()
+        policy = self.policy(params) or self.loaded.engine.policy
+        has_probs = {
+            name: isinstance(each, AutoregressiveDrafter)
+            for name, each in self.loaded.engine.drafters.items()
         }
-        return select_drafters(drafter, autoregressive, traits)
+        return select_drafters(drafter, has_probs, policy)
 
     def policy(self, params: SamplingParams) -> Policy | None:
         """Return the policy of a request; None is the loaded one. Raises as `RequestPolicies.of`."""

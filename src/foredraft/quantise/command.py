@@ -216,7 +216,7 @@ def quantise_checkpoint(
             )  # fmt: skip
         length = min(LENGTH, checkpoint.spec.max_positions)
         reader = DocumentReader(checkpoint.tokenizer, None, length, prompts_count=True)
-        documents = reader.corpus(data).documents
+        documents = reader.corpus(data)
     with errors_named(out, "out", "give a folder that can be"), replacing_folder(out) as new:
         size = write_quantised(checkpoint.source, new, checkpoint.spec, BITS[weights], checkpoint.dtype)
         quality = None

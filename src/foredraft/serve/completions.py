@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import foredraft
 from foredraft.decode.stats import Stats
-from foredraft.kinds import PREDICTION
+from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.output import Piece
 from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent

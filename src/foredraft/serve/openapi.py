@@ -17,7 +17,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import TypeAdapter
 
-from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
+from foredraft.kinds.tables import DRAFTERS, POLICIES, PREDICTION
 from foredraft.pages.trace import ORIGINS, stylesheet
 from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES

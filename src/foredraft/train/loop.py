@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,9 @@ def acceptance(
         accept = partial(_accepted, p, student.vocabulary, temperature)
         accepted, agrees = student(packed, states.aux_states, accept=accept).unbind(-1)  # [M, K]
         same, total = same + float(agrees[:, 0].sum()), total + len(agrees)
-        runs += _runs(packed.predicting, accepted)
+        # cut where the columns are no neighbours: at the ends of documents, and around prompts
+        columns = packed.predicting.cpu().numpy()
+        runs += np.split(accepted.cpu().numpy(), np.flatnonzero(np.diff(columns) > 1) + 1)
     return runs, same / max(1, total)
 
 
@@ -78,12 +81,6 @@ def _accepted(
     if vocabulary is not None:
         log_p = log_p[:, vocabulary]
     return torch.stack([overlap(log_p, (q / temperature).log_softmax(-1)).double(), agrees], -1)
-
-
-def _runs(predicting: Tensor, values: Tensor) -> Iterator[Floats]:
-    """Cut values where the columns are no neighbours: at the ends of documents, and around prompts."""
-    columns, found = predicting.cpu().numpy(), values.cpu().numpy()
-    yield from np.split(found, np.flatnonzero(np.diff(columns) > 1) + 1)
 
 
 def drafts_of(runs: Sequence[Floats]) -> Floats:
@@ -123,6 +120,7 @@ def summarise(runs: Sequence[Floats], agreement: float, cost: float) -> Validati
 LOWEST = 0.1  # of the learning rate, at the last step
 BETAS = (0.9, 0.95)  # of AdamW, as the reference has them
 GIB = 2**30
+FIGURES = ("alpha", "tau", "predicted", "agreement", "max_draft")  # of a validation, in the journal
 
 OnProgress = Callable[[str, int, int, str], None]  # stage, done, total, note
 
@@ -150,17 +148,11 @@ class TrainingRun:
         self.processes.shard(self.student)
         decayed = [value for value in self.student.parameters() if value.dim() > 1]
         others = [value for value in self.student.parameters() if value.dim() <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": options.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=options.learning_rate,
-            betas=BETAS,
-        )
-        self._kept = KeptStates(
-            self.target, self.student.aux_layers, self.folder / "states", int(options.kept_states * GIB)
-        )
+        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": options.weight_decay}]
+        groups.append({"params": others})
+        self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS, weight_decay=0.0)
+        most_bytes, aux_layers = int(options.kept_states * GIB), self.student.aux_layers
+        self._kept = KeptStates(self.target, aux_layers, self.folder / "states", most_bytes)
         self._checkpoints = TrainingCheckpoints(self.folder / "checkpoints", self.processes, self.digest)
         tokens = self.batches.tokens
         self._groups = max(self.processes.count, round(options.step_tokens / tokens))
@@ -200,23 +192,16 @@ class TrainingRun:
         self._optimizer.zero_grad()
         loss, alpha = (self.processes.sum(sums) / counted).tolist()
         if not math.isfinite(loss):
-            raise ConfigError(
-                f"the loss of step {progress.step + 1} is {loss}", option="learning_rate",
-                value=options.learning_rate, remedy="lower it",
-            )  # fmt: skip
+            problem, value = f"the loss of step {progress.step + 1} is {loss}", options.learning_rate
+            raise ConfigError(problem, option="learning_rate", value=value, remedy="lower it")
         tokens = sum(len(document.ids) for group in groups for document in self.batches.documents_of(group))
         progress.step += 1
         progress.tokens += tokens
         progress.seconds += time.perf_counter() - began
         speed = tokens / (time.perf_counter() - began)
         if journal is not None:
-            journal.write(
-                progress.step,
-                {
-                    "loss": loss, "overlap": alpha, "learning_rate": rate, "gradient": float(norm),
-                    "tokens_per_second": speed,
-                },
-            )  # fmt: skip
+            figures = {"loss": loss, "overlap": alpha, "learning_rate": rate, "gradient": float(norm)}
+            journal.write(progress.step, {**figures, "tokens_per_second": speed})
             note = f"loss {loss:.4f}, overlap {alpha:.3f}, {speed:,.0f} tokens/s"
             self.report("train", progress.step, options.steps, note)
 
@@ -254,28 +239,18 @@ class TrainingRun:
         patience = self.options.patience
         progress.finished = 0 < patience <= progress.worse
         if journal is not None:
-            journal.write(
-                progress.step,
-                {
-                    "alpha": found.alpha, "tau": found.tau, "predicted": found.predicted,
-                    "agreement": found.agreement, "max_draft": float(found.max_draft),
-                    "alpha_by_position": list(found.by_position),
-                },
-            )  # fmt: skip
+            figures = {each: float(getattr(found, each)) for each in FIGURES}
+            journal.write(progress.step, {**figures, "alpha_by_position": list(found.by_position)})
             note = f"α {found.alpha:.3f}, τ {found.tau:.2f}, predicted {found.predicted:.2f} x"
             self.report("validate", progress.step, self.options.steps, note)
 
     def validate(self) -> Validation:
         """Return how the student drafts on the held-out documents; every process computes all of it."""
         groups = Batches(self.held_out, self.batches.tokens, 0)
+        documents = [groups.documents_of(group) for group in range(len(groups))]
         with torch.no_grad(), self.target.autocast():
-            runs, agreement = acceptance(
-                self.student,
-                self.target,
-                [groups.documents_of(group) for group in range(len(groups))],
-                self.options.temperature,
-            )
-        return summarise(runs, agreement, self.cost)
+            found = acceptance(self.student, self.target, documents, self.options.temperature)
+        return summarise(*found, self.cost)
 
 
 def _schedule(step: int, warm_up: int, steps: int) -> float:

@@ -74,29 +74,18 @@ def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return −Σ p log q by position."""
     return -(log_p.exp() * log_q).sum(-1)
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return Σ p (log p − log q) by position: the cross-entropy less the entropy of p."""
+    """Return the cross-entropy less the entropy of p."""
     finite = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # 0 log 0 is 0
     return cross_entropy(log_p, log_q) + (log_p.exp() * finite).sum(-1)
 
 
-def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return Σ q (log q − log p) by position."""
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return 1 − Σ min(p, q) by position."""
-    return 1 - overlap(log_p, log_q)
-
-
 def likelihood_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return λ kl + (1 − λ) tv by position; λ is no variable of the gradient."""
-    distance = total_variation(log_p, log_q)
+    """Return λ kl + (1 − λ) tv; λ is no variable of the gradient."""
+    distance = 1 - overlap(log_p, log_q)
     weight = torch.exp(-LK_SLOPE * (1 - distance.detach()))
     return weight * forward_kl(log_p, log_q) + (1 - weight) * distance
 
@@ -104,8 +93,8 @@ def likelihood_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Loss] = {
     "ce": cross_entropy,
     "kl": forward_kl,
-    "reverse-kl": reverse_kl,
-    "tv": total_variation,
+    "reverse-kl": lambda log_p, log_q: (log_q.exp() * (log_q - log_p)).sum(-1),
+    "tv": lambda log_p, log_q: 1 - overlap(log_p, log_q),
     "lk": likelihood_kl,
 }  # of the names in `options.LOSSES`
 

@@ -11,16 +11,18 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from foredraft import demo
 from foredraft.decode.params import SamplingParams
-from foredraft.drafters.adapter import target_hash
-from foredraft.drafters.heads.head_asset import read_settings
-from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.drafters.heads.settings import read_settings
+from foredraft.drafters.kangaroo import target_hash
+from foredraft.errors import ConfigError, Option, RequestError, Text
 from foredraft.files import TEMPORARY, errors_named, is_no_file, replacing
 from foredraft.loading import load_for, options_for
 from foredraft.loading.checkpoints import find_target
@@ -29,89 +31,17 @@ from foredraft.loading.runners import check_dtype, find_device
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
-from foredraft.train.loop import OnProgress
+from foredraft.train.loop import OnProgress, Validation
 from foredraft.train.processes import Processes
+from foredraft.train.students import Student
 from foredraft.train.target import Batches, Document, FrozenTarget, hold_out
 from foredraft.train.texts import DocumentReader
-from foredraft.train.training_checkpoints import MAKE_ROOM, broken_line, whole_lines
+from foredraft.train.training_checkpoints import MAKE_ROOM, TrainingProgress, broken_line, whole_lines
 from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
 FILE = "self_generated.jsonl"
 ROWS = 32  # sequences of a batch
-
-
-def self_generated(
-    model: str | None,
-    load: Mapping[str, Any],
-    prompts: Sequence[list[int]],
-    options: TrainOptions,
-    length: int,
-    vocabulary: int,
-    folder: Path,
-    processes: Processes,
-    report: OnProgress,
-) -> list[Document]:
-    """Return each prompt with what the target writes after it, of which that alone counts."""
-    new_tokens = min(options.self_generate, length - 1)
-    prompts = [prompt[-(length - new_tokens) :] for prompt in prompts]
-    file = folder / FILE
-    if processes.first:
-        with errors_named(folder, "work", MAKE_ROOM, f"in which {FILE} cannot be written"):
-            _write(model, load, prompts, new_tokens, options, file, vocabulary, report)
-    processes.wait()
-    documents = []
-    for prompt, written in zip(prompts, _written(file, len(prompts), vocabulary), strict=True):
-        if written:
-            counts = (False,) * len(prompt) + (True,) * len(written)
-            documents.append(Document((*prompt, *written), counts))
-    if not documents:
-        raise ConfigError(
-            "holds no prompt that the target continues", option="data", remedy="give other prompts"
-        )
-    return documents
-
-
-def _written(file: Path, most: int, vocabulary: int) -> list[list[int]]:
-    """Return the texts that are kept: the whole lines of the file."""
-    lines = whole_lines(file)
-    for number, ids in enumerate(lines, 1):
-        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocabulary for id in ids):
-            raise broken_line(file, number, "is no list of the model's token ids")
-        if number > most:
-            raise broken_line(file, number, f"follows the texts of all {most} prompts")
-    return lines
-
-
-def _write(
-    model: str | None,
-    load: Mapping[str, Any],
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    options: TrainOptions,
-    file: Path,
-    vocabulary: int,
-    report: OnProgress,
-) -> None:
-    done = _written(file, len(prompts), vocabulary)
-    if len(done) == len(prompts):
-        return
-    file.write_text("".join(f"{json.dumps(ids)}\n" for ids in done))  # without half a line at its end
-    longest = max(map(len, prompts)) + new_tokens
-    llm = load_for(lambda *_: (ROWS, longest), model, **load)
-    params = SamplingParams(temperature=options.self_temperature, max_new_tokens=new_tokens)
-    with file.open("a") as kept:
-        for first in range(len(done), len(prompts), ROWS):
-            batch = list(prompts[first : first + ROWS])
-            each = [params.replace(seed=options.seed + first + n) for n in range(len(batch))]
-            for output in llm.generate(batch, each):
-                if output.error is not None:
-                    raise RequestError(f"the target could not continue a prompt: {output.error}")
-                kept.write(json.dumps(output.token_ids) + "\n")
-            kept.flush()
-            report("self-generate", min(first + ROWS, len(prompts)), len(prompts), "")
-
-
 KEY = "key.json"  # in the folder of a run
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MAX_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
@@ -119,6 +49,17 @@ GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
 # Options that do not make it another run; of files, the content does.
 NOT_OF_THE_RUN = ("data", "validation", "work", "fresh", "out", "kept_states")
 MAX_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asks for."""
+
+    options: Any  # a `TrainOptions`
+    model: str | None  # the target; None for the demo model
+    load: Mapping[str, Any]  # options of `load`
+    processes: Processes  # those that train together
+    report: OnProgress  # told how far the run is
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,76 +75,125 @@ class Prepared:
     skipped: int  # bad lines that were left out
     folder: Path  # of checkpoints and logs
     digest: str  # of what makes it the same run
+    processes: Processes  # those that train together
 
 
-def prepare(
-    model: str | None,
-    options: TrainOptions,
-    load: Mapping[str, Any],
-    processes: Processes,
-    report: OnProgress,
-    check_place: Callable[[Checkpoint, str], object],
-) -> Prepared:
-    """Read the data and load the target."""
+class Trainee(NamedTuple):
+    """A student before its first step."""
+
+    student: Student  # what learns
+    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
+    place: Path  # folder to write
+    write: Callable[[Validation, TrainingProgress, Mapping[str, Tensor]], None]  # writes the tensors
+
+
+def prepare(asked: Asked, check: Callable[[Any, Checkpoint, str], object]) -> Prepared:
+    """Read the data and load the target, which `check` may refuse, given the options and its hash."""
+    options: TrainOptions = asked.options
     options.check()
-    draftless = {"draft": None} if model is not None else {}
-    given = options_for(model or demo.target_path(), **draftless, **load)
+    draftless = {"draft": None} if asked.model is not None else {}
+    given = options_for(asked.model or demo.target_path(), **draftless, **asked.load)
     use_threads(given.threads)
     device = find_device(given.device)
     checkpoint = find_target(given)
     check_dtype(device, checkpoint.dtype)
     if checkpoint.tokenizer is None:
-        raise ConfigError(
-            f"{checkpoint.source} has no tokenizer, so no text can be read", remedy=GIVE_TOKENIZER
-        )
+        problem = f"{checkpoint.source} has no tokenizer, so no text can be read"
+        raise ConfigError(problem, remedy=GIVE_TOKENIZER)
     hash = target_hash(checkpoint.source)
-    check_place(checkpoint, hash)
+    check(options, checkpoint, hash)
     key = RunKey.of(options, hash)
-    folder = _work(options, key, processes)
+    folder = _work(options, key, asked.processes)
     length = min(options.length or LENGTH, checkpoint.spec.max_positions)
+    documents, held_out, skipped = _documents(asked, checkpoint, length, folder)
+    most = max(length, MAX_LOGITS // checkpoint.spec.vocab_size)
+    tokens = options.group_tokens or min(GROUP_TOKENS, most, options.step_tokens)
+    asked.report("load", 0, 1, "")
+    # a student computes in bfloat16 beside 16 bits of any kind, and reads the target's states
+    dtype = torch.bfloat16 if checkpoint.dtype == torch.float16 else checkpoint.dtype
+    target = FrozenTarget(checkpoint.source, device, dtype)
+    asked.report("load", 1, 1, "")
+    return Prepared(
+        checkpoint, hash, asked.model or "demo", target, Batches(documents, tokens, options.seed), held_out,
+        skipped, folder, key.digest, asked.processes,
+    )  # fmt: skip
+
+
+def _documents(
+    asked: Asked, checkpoint: Checkpoint, length: int, folder: Path
+) -> tuple[list[Document], list[Document], int]:
+    """Return the documents to learn from, those that are held out, and how many bad lines were left out."""
+    options: TrainOptions = asked.options
+    assert checkpoint.tokenizer is not None
     eos = next(iter(checkpoint.spec.eos_token_ids), None)
-    reader = DocumentReader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
+    read = partial(DocumentReader, checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
+    reader = read()
     if options.self_generate:
         prompts = reader.prompts(options.data)
-        documents = self_generated(
-            model, load, prompts, options, length, checkpoint.spec.vocab_size, folder, processes, report
-        )
+        documents = self_generated(asked, checkpoint.spec.vocab_size, prompts, length, folder)
     else:
-        documents = reader.corpus(options.data).documents
-    skipped = reader.skipped
+        documents = reader.corpus(options.data)
     if options.validation:
-        held_out = (
-            DocumentReader(
-                checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines, option="validation"
-            )
-            .corpus(options.validation)
-            .documents[:MAX_HELD_OUT]
-        )
-    elif len(documents) < 2:
+        held_out = read(option="validation").corpus(options.validation)[:MAX_HELD_OUT]
+        return documents, held_out, reader.skipped
+    if len(documents) < 2:
         raise ConfigError(
             "holds a single document, and none can be held out", option="data",
             remedy=("give more data, or ", Option("validation")),
         )  # fmt: skip
-    else:
-        documents, held_out = hold_out(documents, HELD_OUT, MAX_HELD_OUT, options.seed)
-    most = max(length, MAX_LOGITS // checkpoint.spec.vocab_size)
-    tokens = options.group_tokens or min(GROUP_TOKENS, most, options.step_tokens)
-    report("load", 0, 1, "")
-    # a student computes in bfloat16 beside 16 bits of any kind, and reads the target's states
-    dtype = torch.bfloat16 if checkpoint.dtype == torch.float16 else checkpoint.dtype
-    target = FrozenTarget(checkpoint.source, device, dtype)
-    report("load", 1, 1, "")
-    return Prepared(
-        checkpoint,
-        hash,
-        model or "demo",
-        target,
-        Batches(documents, tokens, options.seed),
-        held_out,
-        skipped,
-        folder,
-        key.digest,
-    )
+    return *hold_out(documents, HELD_OUT, MAX_HELD_OUT, options.seed), reader.skipped
+
+
+def self_generated(
+    asked: Asked, vocabulary: int, prompts: Sequence[list[int]], length: int, folder: Path
+) -> list[Document]:
+    """Return each prompt with what the target writes after it, of which that alone counts."""
+    new_tokens, file = min(asked.options.self_generate, length - 1), folder / FILE
+    prompts = [prompt[-(length - new_tokens) :] for prompt in prompts]
+    if asked.processes.first:
+        with errors_named(folder, "work", MAKE_ROOM, f"in which {FILE} cannot be written"):
+            done = _written(file, len(prompts), vocabulary)
+            if len(done) < len(prompts):
+                file.write_text("".join(f"{json.dumps(ids)}\n" for ids in done))  # without half a line
+                _write(asked, file, prompts, len(done), new_tokens)
+    asked.processes.wait()
+    documents = []
+    for prompt, written in zip(prompts, _written(file, len(prompts), vocabulary), strict=True):
+        if written:
+            counts = (False,) * len(prompt) + (True,) * len(written)
+            documents.append(Document((*prompt, *written), counts))
+    if not documents:
+        problem = "holds no prompt that the target continues"
+        raise ConfigError(problem, option="data", remedy="give other prompts")
+    return documents
+
+
+def _written(file: Path, most: int, vocabulary: int) -> list[list[int]]:
+    """Return the texts that are kept: the whole lines of the file."""
+    lines = whole_lines(file)
+    for number, ids in enumerate(lines, 1):
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocabulary for id in ids):
+            raise broken_line(file, number, "is no list of the model's token ids")
+        if number > most:
+            raise broken_line(file, number, f"follows the texts of all {most} prompts")
+    return lines
+
+
+def _write(asked: Asked, file: Path, prompts: Sequence[list[int]], done: int, new_tokens: int) -> None:
+    """Add what the target writes after the prompts behind the first ones, which are done."""
+    longest, options = max(map(len, prompts)) + new_tokens, asked.options
+    llm = load_for(lambda *_: (ROWS, longest), asked.model, **asked.load)
+    params = SamplingParams(temperature=options.self_temperature, max_new_tokens=new_tokens)
+    with file.open("a") as kept:
+        for first in range(done, len(prompts), ROWS):
+            batch = list(prompts[first : first + ROWS])
+            each = [params.replace(seed=options.seed + first + n) for n in range(len(batch))]
+            for output in llm.generate(batch, each):
+                if output.error is not None:
+                    raise RequestError(f"the target could not continue a prompt: {output.error}")
+                kept.write(json.dumps(output.token_ids) + "\n")
+            kept.flush()
+            asked.report("self-generate", min(first + ROWS, len(prompts)), len(prompts), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +206,6 @@ class RunKey:
 
     @classmethod
     def of(cls, options: TrainOptions, target: str) -> RunKey:
-        """Return the key of a run."""
         files = {str(file): _digest(file, "data") for file in options.data}
         files |= {str(file): _digest(file, "validation") for file in options.validation}
         settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
@@ -242,43 +231,40 @@ class RunKey:
 
 
 def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
-    """Return the folder of the run, with its key."""
-    folder = options.work
+    """Return the folder of the run, with its key, after making it the run's own or checking that it is."""
+    folder, text = options.work, key.text
     if folder is None:
         kept = cache_folder("training")
         if kept is None:
-            raise ConfigError(
-                "there is no cache folder for the run's checkpoints", remedy=("give ", Option("work"))
-            )
-        folder = kept / hashlib.sha256(key.text.encode()).hexdigest()[:32]
+            problem = "there is no cache folder for the run's checkpoints"
+            raise ConfigError(problem, remedy=("give ", Option("work")))
+        folder = kept / hashlib.sha256(text.encode()).hexdigest()[:32]
     if processes.first:
-        _claim(folder, key.text, options)
+        with errors_named(folder, "work", "give a folder that can be"):
+            _claim(folder, text, fresh=options.fresh)
     processes.wait()
     return folder
 
 
-def _claim(folder: Path, key: str, options: TrainOptions) -> None:
-    """Make the folder a run's own, or check that it is."""
+def _claim(folder: Path, key: str, *, fresh: bool) -> None:
     file = folder / KEY
-    with errors_named(folder, "work", "give a folder that can be"):
-        if options.fresh and file.is_file():
-            shutil.rmtree(folder)
-        if not file.is_file():
-            make_folder(folder)
-            named = (KEY,) if file.is_file() else ()  # another process may claim the same run at this moment
-            if any(
-                each.name not in named and not each.name.startswith(TEMPORARY) for each in folder.iterdir()
-            ):
-                raise ConfigError(
-                    "which holds other files", option="work", value=str(folder), remedy="give a new folder"
-                )
+    remedy: Text = "give a new folder"
+    if fresh and file.is_file():
+        shutil.rmtree(folder)
+    if file.is_file():
+        if file.read_bytes() == key.encode():
+            return
+        problem = "which holds a run of another target, other data or other options"
+        remedy = ("give a new folder, or ", Option("fresh"))
+    else:
+        make_folder(folder)
+        named = (KEY,) if file.is_file() else ()  # another process may claim the same run at this moment
+        if all(each.name in named or each.name.startswith(TEMPORARY) for each in folder.iterdir()):
             with replacing(file) as new:
                 new.write_text(key, encoding="utf-8")
-        elif file.read_bytes() != key.encode():
-            raise ConfigError(
-                "which holds a run of another target, other data or other options", option="work",
-                value=str(folder), remedy=("give a new folder, or ", Option("fresh")),
-            )  # fmt: skip
+            return
+        problem = "which holds other files"
+    raise ConfigError(problem, option="work", value=str(folder), remedy=remedy)
 
 
 def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:

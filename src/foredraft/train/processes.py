@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foredraft.drafters.heads.eagle3_files import CONFIG
-from foredraft.drafters.heads.head_asset import SETTINGS
-from foredraft.drafters.heads.writing import WEIGHTS
+from foredraft.drafters.heads.settings import SETTINGS
 from foredraft.errors import ConfigError
-from foredraft.files import errors_named
 from foredraft.loading.runners import find_device
+from foredraft.model.safetensors_file import SINGLE
+from foredraft.model.spec import CONFIG
 from foredraft.train.students import Student
 
 
@@ -94,34 +93,15 @@ def _own_gpu(name: str | None) -> torch.device:
     """Return the GPU of this process among those of this machine."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if name not in (None, "cuda"):
-        raise ConfigError(
-            f"but {here} processes train here, each on a GPU of its own", option="device", value=name,
-            remedy="give 'cuda' or 'cpu'",
-        )  # fmt: skip
+        problem = f"but {here} processes train here, each on a GPU of its own"
+        raise ConfigError(problem, option="device", value=name, remedy="give 'cuda' or 'cpu'")
     if here > gpus:
-        raise ConfigError(
-            f"but {here} processes train here, and PyTorch sees {gpus} GPUs", option="device", value="cuda",
-            remedy=f"start {gpus} processes, or give 'cpu'",
-        )  # fmt: skip
+        problem = f"but {here} processes train here, and PyTorch sees {gpus} GPUs"
+        remedy = f"start {gpus} processes, or give 'cpu'"
+        raise ConfigError(problem, option="device", value="cuda", remedy=remedy)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def holds_a_head(is_kind: Callable[[Path], bool], folder: Path) -> bool:
     """Return whether a folder holds a head of a kind, and nothing besides."""
-    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS, SETTINGS}
-
-
-def write_drafter(
-    student: Student,
-    processes: Processes,
-    dtype: torch.dtype,
-    place: Path,
-    write: Callable[[Mapping[str, Tensor]], None],
-) -> None:
-    """Write a student; all processes call this, and leave it together."""
-    tensors = processes.whole(student.tensors())
-    if processes.first:
-        halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        with errors_named(place, "out", "give a folder that can be"):
-            write(halves)
-    processes.wait()
+    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE, SETTINGS}

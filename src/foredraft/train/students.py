@@ -8,21 +8,23 @@ names of what is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foredraft.drafters.adapter import VOCABULARY, adapter_spec
+from foredraft.drafters.kangaroo import VOCABULARY, adapter_spec
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Linear, Norm
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import EMBEDDING, HEAD, POSITIONS
-from foredraft.model.weights import build_layer, build_norm
+from foredraft.model.weights import TensorSource, build_layer, build_norm
 from foredraft.train.losses import Compare, Rows, by_chunks
 from foredraft.train.target import Packed, PackedPass
 
+Part = TypeVar("Part")
 DEVIATION = 0.02  # of weights that start at random, as transformers draws them
 
 
@@ -72,43 +74,7 @@ def _own(name: str) -> str:
     return name.replace(".", "/")
 
 
-class TrainedLayer(Parameters):
-    """A layer, with or without an MLP; `index` is its place in the model that it is part of."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device, *, index: int = 0, mlp: bool = True) -> None:
-        self._spec, self._index, self._mlp = spec, index, mlp
-        recorder = _ShapeRecorder()
-        build_layer(spec, recorder, index, mlp=mlp)
-        super().__init__(recorder.shapes, device)
-
-    def layer(self) -> Layer:
-        """Return the layer over the parameters as they are now."""
-        return build_layer(self._spec, self, self._index, mlp=self._mlp)
-
-    def forward(self, x: Tensor, pass_: PackedPass) -> Tensor:
-        """Return the states [N, hidden] that leave the layer."""
-        return pass_.run([self.layer()], x, self._index)
-
-
-class TrainedNorm(Parameters):
-    """The norm after the last layer."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._spec = spec
-        recorder = _ShapeRecorder()
-        build_norm(spec, recorder)
-        super().__init__(recorder.shapes, device)
-
-    def norm(self) -> Norm:
-        """Return the norm over the parameter as it is now."""
-        return build_norm(self._spec, self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed states, [N, hidden]."""
-        return self.norm()(x)
-
-
-class _ShapeRecorder:
+class ShapeRecorder:
     """A source that notes what is asked of it."""
 
     device, dtype = torch.device("meta"), torch.float32
@@ -125,6 +91,37 @@ class _ShapeRecorder:
 
     def free_temporary(self) -> None:
         return None
+
+
+class TrainedPart(Parameters, Generic[Part]):
+    """A part of a model, which `build` makes of a source of tensors."""
+
+    def __init__(self, build: Callable[[TensorSource], Part], device: torch.device) -> None:
+        recorder = ShapeRecorder()
+        build(recorder)
+        super().__init__(recorder.shapes, device)
+        self._build = build
+
+    def made(self) -> Part:
+        """Return the part over the parameters as they are now."""
+        return self._build(self)
+
+
+class TrainedLayer(TrainedPart[Layer]):
+    """A layer, with or without an MLP; `index` is its place in the model that it is part of."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, *, index: int = 0, mlp: bool = True) -> None:
+        super().__init__(lambda source: build_layer(spec, source, index, mlp=mlp), device)
+        self._index = index
+
+    def forward(self, x: Tensor, pass_: PackedPass) -> Tensor:
+        """Return the states [N, hidden] that leave the layer."""
+        return pass_.run([self.made()], x, self._index)
+
+
+def trained_norm(spec: ModelSpec, device: torch.device) -> TrainedPart[Norm]:
+    """Return the norm after the last layer."""
+    return TrainedPart(lambda source: build_norm(spec, source), device)
 
 
 # (logits of predictions, which ones) -> [n, 2]: the probability of acceptance, and whether both argmax agree
@@ -175,7 +172,7 @@ class AdapterStudent(Student):
         self.depth, self.aux_layers, self.spec = depth, (depth,), adapter_spec(target)
         device = head.device
         self.layer = TrainedLayer(self.spec, device, mlp=mlp)
-        self.norm = TrainedNorm(self.spec, device)
+        self.norm = trained_norm(self.spec, device)
         if vocabulary is not None:
             self.vocabulary = torch.tensor(vocabulary, device=device)
             head = head[self.vocabulary]
@@ -193,8 +190,8 @@ class AdapterStudent(Student):
     ) -> Tensor:
         assert states is not None
         x = self.layer(states, PackedPass(self.spec, packed, states.dtype))
-        logits = _Head(self.spec, self.norm, self.head, self.bias)
-        return _predicted(logits, x[packed.predicting], compare, accept)
+        ends = self.head, self.bias
+        return _predicted(self.spec, self.norm, ends, x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {} if self.vocabulary is None else {VOCABULARY: self.vocabulary}
@@ -226,7 +223,7 @@ class DraftStudent(Student):
             names[f"{POSITIONS}.weight"] = (spec.learned_positions, spec.hidden_size)
         self.ends = Parameters(names, device)
         self.layers = nn.ModuleList(TrainedLayer(spec, device, index=index) for index in range(spec.layers))
-        self.norm = TrainedNorm(spec, device)
+        self.norm = trained_norm(spec, device)
         random = torch.Generator().manual_seed(seed)
         for part in self._parts():
             part.draw(random, norm=0.0 if spec.norm_offset else 1.0)
@@ -251,9 +248,8 @@ class DraftStudent(Student):
         pass_ = PackedPass(self.spec, packed, x.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, pass_, use_reentrant=False) if self.checkpointed else layer(x, pass_)
-        head = ends.get(f"{HEAD}.weight", embedding)
-        bias = ends.get(f"{HEAD}.bias")
-        return _predicted(_Head(self.spec, self.norm, head, bias), x[packed.predicting], compare, accept)
+        head = ends.get(f"{HEAD}.weight", embedding), ends.get(f"{HEAD}.bias")
+        return _predicted(self.spec, self.norm, head, x[packed.predicting], compare, accept)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for part in self._parts() for name, value in part.by_name.items()}
@@ -266,17 +262,19 @@ class DraftStudent(Student):
         return [self.ends, *layers, self.norm]
 
 
-class _Head:
-    """The norm and the head of a student, over the parameters as they are now."""
-
-    def __init__(self, spec: ModelSpec, norm: TrainedNorm, head: Tensor, bias: Tensor | None) -> None:
-        self.logits = Decoder(spec, head, (), norm.norm(), Linear(head, bias)).head
-        self.parameters = [*norm.parameters(), head, *([] if bias is None else [bias])]
-
-
-def _predicted(head: _Head, x: Tensor, compare: Compare | None, accept: Accept | None) -> Tensor:
+def _predicted(
+    spec: ModelSpec,
+    norm: TrainedPart[Norm],
+    ends: tuple[Tensor, Tensor | None],  # the head's weight and its bias
+    x: Tensor,
+    compare: Compare | None,
+    accept: Accept | None,
+) -> Tensor:
     """Return what `Student.forward` does, of states [M, hidden] that leave the last layer."""
+    head, bias = ends
+    logits_of = Decoder(spec, head, (), norm.made(), Linear(head, bias)).head
     if compare is not None:
-        return by_chunks(lambda part, rows: compare(head.logits(part), rows), x, head.parameters)
-    logits = head.logits(x)
+        parameters = [*norm.parameters(), head, *([] if bias is None else [bias])]
+        return by_chunks(lambda part, rows: compare(logits_of(part), rows), x, parameters)
+    logits = logits_of(x)
     return logits if accept is None else accept(logits, slice(None))[:, None]

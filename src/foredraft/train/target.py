@@ -139,22 +139,19 @@ class PackedPass:
         return rotated(x, *self._rotations[rope])
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        spec, length = self.spec, q.shape[2]
-        groups = q.shape[1] // k.shape[1]
-        grouped = groups > 1
+        spec, length, groups = self.spec, q.shape[2], q.shape[1] // k.shape[1]
         reach = None if window is None or window >= length else window
-        if reach is None and spec.attention_softcap is None:
+        seen: Tensor | None = None
+        if reach is not None or spec.attention_softcap is not None:
+            keys = torch.arange(length, device=q.device)
+            seen = keys <= keys[:, None]
+            if reach is not None:
+                seen &= keys > keys[:, None] - reach
+        if seen is None or spec.attention_softcap is None:
             return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=spec.attention_scale, enable_gqa=grouped
-            )
-        keys = torch.arange(length, device=q.device)
-        seen = keys <= keys[:, None]
-        if reach is not None:
-            seen &= keys > keys[:, None] - reach
-        if spec.attention_softcap is None:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=spec.attention_scale, enable_gqa=grouped
-            )
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=spec.attention_scale,
+                enable_gqa=groups > 1,
+            )  # fmt: skip
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
         scores = soft_cap(q @ k.transpose(2, 3), spec.attention_softcap, spec.attention_scale)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32)
@@ -202,9 +199,8 @@ def hold_out(
     """Split documents into those to learn from and a share that is held out, from 1 to `most`."""
     order = np.random.default_rng([seed, len(documents)]).permutation(len(documents)).tolist()
     count = min(most, max(1, round(share * len(documents))), len(documents) - 1)
-    return [documents[index] for index in sorted(order[count:])], [
-        documents[index] for index in order[:count]
-    ]
+    learned, held_out = sorted(order[count:]), order[:count]
+    return [documents[index] for index in learned], [documents[index] for index in held_out]
 
 
 class States(NamedTuple):

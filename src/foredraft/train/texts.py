@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.errors import ConfigError, Option, RequestError, Text
 from foredraft.files import errors_named, is_no_file
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.config import parse_json
@@ -147,20 +146,13 @@ def _halves(count: int) -> list[int]:
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
-EXAMPLE = 'give lines like {"prompt": "Hello", "response": "World"}'
+CORRECT: Text = "correct it, or give ", Option("skip_bad_lines")
+EXAMPLE: Text = 'give lines like {"prompt": "Hello", "response": "World"}'
 TEXT_PROMPT = 64  # tokens of a piece of text that the target continues
 
 
 class BadRecordError(ValueError):
     """A line or a row that holds no document."""
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """What the files hold."""
-
-    documents: list[Document]  # in the order of the files
-    skipped: int  # bad lines that were left out
 
 
 class DocumentReader:
@@ -180,15 +172,15 @@ class DocumentReader:
         self.skip_bad_lines, self.prompts_count, self.option = skip_bad_lines, prompts_count, option
         self.skipped = 0
 
-    def corpus(self, files: Sequence[Path]) -> Corpus:
-        """Return the documents of files."""
+    def corpus(self, files: Sequence[Path]) -> list[Document]:
+        """Return the documents of files, in order; `skipped` counts the bad lines that were left out."""
         documents = [piece for record in self._records(files) for piece in self._pieces(*record)]
         if not documents:
             raise ConfigError(
                 "has no token to learn from: no response, and no text of two tokens or more",
                 option=self.option, value=" ".join(map(str, files)), remedy=f"give documents with {SHAPES}",
             )  # fmt: skip
-        return Corpus(documents, self.skipped)
+        return documents
 
     def prompts(self, files: Sequence[Path]) -> list[list[int]]:
         """Return the prompts of the files' documents: of a text, the beginning of each piece."""
@@ -209,16 +201,13 @@ class DocumentReader:
                 try:
                     yield self._encoded(record)
                 except BadRecordError as error:
-                    if not self.skip_bad_lines or where is None:
-                        raise self._bad(file, where, str(error)) from error
-                    self.skipped += 1
-
-    def _bad(self, file: Path, where: str | None, problem: str) -> ConfigError:
-        place = "" if where is None else f"{where} "
-        remedy: tuple[str | Option, ...] = (EXAMPLE,)
-        if where is not None:
-            remedy = ("correct it, or give ", Option("skip_bad_lines"))
-        return ConfigError(f"{place}{problem}", option=self.option, value=str(file), remedy=remedy)
+                    if where is not None and self.skip_bad_lines:
+                        self.skipped += 1
+                        continue
+                    problem = str(error) if where is None else f"{where} {error}"
+                    remedy = EXAMPLE if where is None else CORRECT
+                    named = {"option": self.option, "value": str(file)}
+                    raise ConfigError(problem, **named, remedy=remedy) from error
 
     def _encoded(self, record: Any) -> tuple[list[int], list[bool]]:
         if isinstance(record, BadRecordError):
@@ -287,61 +276,45 @@ def _within(tokens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]])
 
 def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
     """Yield where each record of a file is, and the record; of a text file nowhere."""
+
+    def refused(problem: str, remedy: str) -> ConfigError:
+        return ConfigError(f"which {problem}", option=option, value=str(file), remedy=remedy)
+
+    no_text = refused("is not UTF-8 text", "give text, JSON Lines (.jsonl) or a Parquet table (.parquet)")
     if is_no_file(file):
-        raise ConfigError("which is no file", option=option, value=str(file), remedy="give a file")
+        raise refused("is no file", "give a file")
     if file.suffix in PARQUET:
-        yield from _rows(file, option)
+        try:
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            raise refused("needs the package pyarrow", "pip install 'foredraft[train]'") from error
+        try:
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        except UnicodeDecodeError as error:
+            raise no_text from error
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise refused(f"is no Parquet table ({first})", "give another file") from error
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", {name: value for name, value in row.items() if value is not None}
         return
     with errors_named(file, option, "give a file", "which cannot be read"):
         content = file.read_bytes()
     try:
         text = content.decode("utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
-        raise _no_text(file, option) from error
+        raise no_text from error
     if not text.strip():
-        raise ConfigError("which is empty", option=option, value=str(file), remedy="leave it out")
+        raise refused("is empty", "leave it out")
     if "\0" in text:
-        raise _no_text(file, option)
+        raise no_text
     if file.suffix not in JSON_LINES:
         yield None, {"text": text}
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield f"line {number}", _parsed(line)
-
-
-def _no_text(file: Path, option: str) -> ConfigError:
-    return ConfigError(
-        "which is not UTF-8 text", option=option, value=str(file),
-        remedy="give text, JSON Lines (.jsonl) or a Parquet table (.parquet)",
-    )  # fmt: skip
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return BadRecordError("is not JSON")
-
-
-def _rows(file: Path, option: str) -> Iterable[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "which needs the package pyarrow", option=option, value=str(file),
-            remedy="pip install 'foredraft[train]'",
-        ) from error  # fmt: skip
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise ConfigError(
-            f"which is no Parquet table ({first})", option=option, value=str(file), remedy="give another file"
-        ) from error
-    try:
-        rows = table.to_pylist()
-    except UnicodeDecodeError as error:
-        raise _no_text(file, option) from error
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", {name: value for name, value in row.items() if value is not None}
+            try:
+                record = parse_json(line)
+            except ValueError:
+                record = BadRecordError("is not JSON")
+            yield f"line {number}", record

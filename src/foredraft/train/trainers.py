@@ -8,80 +8,50 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 import foredraft
-from foredraft.drafters.adapter import CONFIG as ADAPTER_CONFIG
-from foredraft.drafters.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from foredraft.drafters.adapter import AdapterConfig, adapter_place, read_adapter, write_adapter
 from foredraft.drafters.asset import WITH_MLP
+from foredraft.drafters.kangaroo import CONFIG as ADAPTER_CONFIG
+from foredraft.drafters.kangaroo import WEIGHTS as ADAPTER_WEIGHTS
+from foredraft.drafters.kangaroo import AdapterConfig, adapter_place, read_adapter, write_adapter
 from foredraft.errors import CheckpointError, ConfigError, Option
-from foredraft.files import replacing_folder
+from foredraft.files import errors_named, replacing_folder
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import read_json
 from foredraft.model.families import FAMILIES
 from foredraft.model.quantisation.scheme import KEYS as QUANTISATION_KEYS
+from foredraft.model.safetensors_file import SINGLE
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.tensor_names import LAST_NORM, LAYERS, written
 from foredraft.model.weights import layer_parameters, layer_tensors, read_tensors
 from foredraft.model.wrappers import text_config_of
+from foredraft.train.head_run import begin_dflash, begin_eagle3, check_dflash, check_eagle3
 from foredraft.train.loop import OnProgress, TrainingRun, Validation
 from foredraft.train.losses import overlap
-from foredraft.train.preparation import Prepared, check_out, prepare
-from foredraft.train.processes import Processes, joined, write_drafter
-from foredraft.train.students import AdapterStudent, DraftStudent, Student
+from foredraft.train.preparation import Asked, Prepared, Trainee, check_out, prepare
+from foredraft.train.processes import joined
+from foredraft.train.students import AdapterStudent, DraftStudent
 from foredraft.train.target import Batches, Packed, step_weights
 from foredraft.train.texts import frequent_tokens
 from foredraft.train.training_checkpoints import TrainingProgress
-from foredraft.train.training_options import AdapterOptions, DraftOptions, TrainOptions
+from foredraft.train.training_options import (
+    AdapterOptions,
+    DFlashOptions,
+    DraftOptions,
+    Eagle3Options,
+    TrainOptions,
+)
 from foredraft.user_cache import make_folder
-
-
-def no_report(stage: str, done: int, total: int, note: str) -> None:
-    """Report nothing."""
-
-
-class Trainee(NamedTuple):
-    """A student before its first step."""
-
-    student: Student  # what learns
-    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
-    place: Path  # folder to write
-    write: Callable[[Validation, TrainingProgress, Mapping[str, Tensor]], None]  # writes the tensors
-
-
-def trained(
-    options: TrainOptions,
-    model: str | None,
-    report: OnProgress,
-    load: Mapping[str, Any],
-    check_place: Callable[[Checkpoint, str], object],
-    begin: Callable[[Prepared, Processes], Trainee],
-) -> Result:
-    """Train a drafter, or continue its training; it is written whenever a validation is the best so far."""
-    with joined(load.get("device")) as processes:
-        prepared = prepare(model, options, load, processes, report, check_place)
-        student, cost, place, write = begin(prepared, processes)
-
-        def keep(validation: Validation, progress: TrainingProgress) -> None:
-            dtype = prepared.checkpoint.dtype
-            write_drafter(student, processes, dtype, place, partial(write, validation, progress))
-
-        run = TrainingRun(
-            student, prepared.target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
-            prepared.digest, processes, keep, place.exists, report,
-        )  # fmt: skip
-        return Result.of(place, run.train(), prepared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +69,74 @@ class Result:
     predicted: float  # the speed-up that the best validation predicts
     stopped_early: bool  # the validation got no better, and training ended before the last step
 
-    @classmethod
-    def of(cls, out: Path, progress: TrainingProgress, prepared: Prepared) -> Result:
-        """Return the result of a run."""
-        return cls(
-            out=str(out),
-            work=str(prepared.folder),
-            steps=progress.step,
-            tokens=progress.tokens,
-            seconds=progress.seconds,
-            documents=len(prepared.batches.documents),
-            held_out=len(prepared.held_out),
-            skipped=prepared.skipped,
-            predicted=progress.best,
-            stopped_early=progress.finished,
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
         return asdict(self)
 
 
-def train_adapter(
-    options: AdapterOptions, model: str | None = None, *, report: OnProgress = no_report, **load: Any
+def train(
+    options: TrainOptions,
+    model: str | None = None,
+    *,
+    report: OnProgress = lambda *_: None,
+    **load: Any,
 ) -> Result:
-    """Train an adapter, or continue its training."""
+    """Train the drafter that the options are of, or continue its training.
+
+    It is written whenever a validation is the best so far.
+    """
+    check, begin = STEPS[type(options)]
+    with joined(load.get("device")) as processes:
+        prepared = prepare(Asked(options, model, load, processes, report), check)
+        student, cost, place, write = begin(options, prepared)
+
+        def keep(validation: Validation, progress: TrainingProgress) -> None:
+            tensors, dtype = processes.whole(student.tensors()), prepared.checkpoint.dtype
+            if processes.first:
+                halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+                with errors_named(place, "out", "give a folder that can be"):
+                    write(validation, progress, halves)
+            processes.wait()
+
+        progress = TrainingRun(
+            student, prepared.target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
+            prepared.digest, processes, keep, place.exists, report,
+        ).train()  # fmt: skip
+        return Result(
+            out=str(place), work=str(prepared.folder), steps=progress.step, tokens=progress.tokens,
+            seconds=progress.seconds, documents=len(prepared.batches.documents),
+            held_out=len(prepared.held_out), skipped=prepared.skipped, predicted=progress.best,
+            stopped_early=progress.finished,
+        )  # fmt: skip
+
+
+def check_adapter(options: AdapterOptions, target: Checkpoint, hash: str) -> None:
+    _place(options.out, hash)
+
+
+def begin_adapter(options: AdapterOptions, prepared: Prepared) -> Trainee:
     torch.manual_seed(options.seed)
+    student, place = _student(prepared, options), _place(options.out, prepared.hash)
+    spec = prepared.target.spec
+    layer = layer_parameters(spec, mlp=True)
+    own = sum(value.numel() for value in student.parameters())
+    reads = student.depth * layer + own + student.head.numel()
+    cost = reads / (spec.layers * layer + spec.vocab_size * spec.hidden_size)
 
-    def check_place(target: Checkpoint, hash: str) -> None:
-        _place(options.out, hash)
+    def write(validation: Validation, progress: TrainingProgress, tensors: Mapping[str, Tensor]) -> None:
+        make_folder(place.absolute().parent)
+        config = AdapterConfig(
+            model=prepared.name, target_hash=prepared.hash, layers=spec.layers, depth=student.depth,
+            kind=options.kind,
+            draft_vocabulary=None if student.vocabulary is None else len(student.vocabulary),
+            max_draft=validation.max_draft, alpha=validation.alpha, tau=validation.tau,
+            predicted=validation.predicted, temperature=options.temperature, loss=options.loss,
+            steps=progress.step, tokens=progress.tokens, date=datetime.now(UTC).date().isoformat(),
+            foredraft=foredraft.__version__,
+        )  # fmt: skip
+        write_adapter(place, config, tensors)
 
-    def begin(prepared: Prepared, processes: Processes) -> Trainee:
-        student, place = _student(prepared, options, processes), _place(options.out, prepared.hash)
-
-        def write(
-            validation: Validation, progress: TrainingProgress, tensors: Mapping[str, torch.Tensor]
-        ) -> None:
-            make_folder(place.absolute().parent)
-            write_adapter(place, _config(prepared, options, student, validation, progress), tensors)
-
-        return Trainee(student, _cost(prepared, student), place, write)
-
-    return trained(options, model, report, load, check_place, begin)
+    return Trainee(student, cost, place, write)
 
 
 def _place(out: Path | None, hash: str) -> Path:
@@ -159,97 +155,46 @@ def _is_adapter(folder: Path) -> bool:
     return {file.name for file in folder.iterdir()} <= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 
 
-def _student(prepared: Prepared, options: AdapterOptions, processes: Processes) -> AdapterStudent:
-    """Return an adapter that starts as the layer of the target which, alone above `depth`, drafts best."""
-    spec = prepared.target.spec
+@torch.no_grad()
+def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:
+    """Return an adapter that starts as the layer of the target which, alone above `depth`, drafts best.
+
+    That is the one with the largest mean of Σ min(p, q) on held-out documents, in one pass over them.
+    """
+    target, spec = prepared.target, prepared.target.spec
     depth = options.depth or min(3, max(1, spec.layers // 8))
     if depth >= spec.layers:
-        raise ConfigError(
-            f"but the target has {spec.layers} layers", option="depth", value=depth, remedy="give fewer"
-        )
+        problem = f"but the target has {spec.layers} layers"
+        raise ConfigError(problem, option="depth", value=depth, remedy="give fewer")
     vocabulary = frequent_tokens(prepared.batches.documents, options.draft_vocabulary, spec)
 
     def started(layer: int) -> AdapterStudent:
         start = layer_tensors(prepared.checkpoint.source, layer)
         return AdapterStudent(
-            spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
-            vocabulary=vocabulary, bias=prepared.target.head_bias,
+            spec, target.head_weight, start, depth, mlp=options.kind == WITH_MLP, vocabulary=vocabulary,
+            bias=target.head_bias,
         )  # fmt: skip
 
-    layers = [layer for layer in _alike(spec) if layer >= depth] or _alike(spec)
-    shares = torch.tensor(
-        _shares(map(started, layers), prepared, depth), device=prepared.target.decoder.device
-    )
-    return started(layers[int(processes.sum(shares).argmax())])  # the sum, so that all processes choose alike
-
-
-def _alike(spec: ModelSpec) -> list[int]:
-    """Return the layers whose weights have the shapes of an adapter's."""
     own = spec.kv_heads_of(None), spec.head_dim_of(None)
-    return [
+    alike = [  # the layers whose weights have the shapes of an adapter's
         layer
         for layer, window in enumerate(spec.windows)
         if spec.stores(layer) and (spec.kv_heads_of(window), spec.head_dim_of(window)) == own
     ]
-
-
-@torch.no_grad()
-def _shares(students: Iterable[AdapterStudent], prepared: Prepared, depth: int) -> list[float]:
-    """Return the mean of Σ min(p, q) that each student has on held-out documents, in one pass over them."""
-    target = prepared.target
+    layers = [layer for layer in alike if layer >= depth] or alike
     held_out = Batches(prepared.held_out, prepared.batches.tokens, 0)
     packed = Packed.of(held_out.documents_of(0), target.decoder.device)
     states = target.states(packed, (depth,))
-    log_p = target.log_probs(states.last)
-    shares = []
-    for student in students:
-        known = log_p
-        if student.vocabulary is not None:
-            known = log_p[:, student.vocabulary]
+    log_p, shares = target.log_probs(states.last), list[float]()
+    for student in map(started, layers):
+        known = log_p if student.vocabulary is None else log_p[:, student.vocabulary]
         with target.autocast():
             log_q = student(packed, states.aux_states).float().log_softmax(-1)
         shares.append(float(overlap(known, log_q).mean()))
-    return shares
+    found = torch.tensor(shares, device=target.decoder.device)
+    return started(layers[int(prepared.processes.sum(found).argmax())])  # so that all processes choose alike
 
 
-def _cost(prepared: Prepared, student: AdapterStudent) -> float:
-    """Return c, by the weights that a draft step and a plain step read."""
-    spec = prepared.target.spec
-    layer = layer_parameters(spec, mlp=True)
-    own = sum(value.numel() for value in student.parameters())
-    reads = student.depth * layer + own + student.head.numel()
-    return reads / (spec.layers * layer + spec.vocab_size * spec.hidden_size)
-
-
-def _config(
-    prepared: Prepared,
-    options: AdapterOptions,
-    student: AdapterStudent,
-    validation: Validation,
-    progress: TrainingProgress,
-) -> AdapterConfig:
-    vocabulary = student.vocabulary
-    return AdapterConfig(
-        model=prepared.name,
-        target_hash=prepared.hash,
-        layers=prepared.target.spec.layers,
-        depth=student.depth,
-        kind=options.kind,
-        draft_vocabulary=None if vocabulary is None else len(vocabulary),
-        max_draft=validation.max_draft,
-        alpha=validation.alpha,
-        tau=validation.tau,
-        predicted=validation.predicted,
-        temperature=options.temperature,
-        loss=options.loss,
-        steps=progress.step,
-        tokens=progress.tokens,
-        date=datetime.now(UTC).date().isoformat(),
-        foredraft=foredraft.__version__,
-    )
-
-
-WEIGHTS = "model.safetensors"
 # Files of the target that belong to its tokenizer and its defaults, which the draft model shares.
 SHARED = ("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
 SIZES = {
@@ -262,98 +207,83 @@ SIZES = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def train_draft(
-    options: DraftOptions, model: str | None = None, *, report: OnProgress = no_report, **load: Any
-) -> Result:
-    """Train a draft model, or continue its training."""
-    place = options.out
+def _config(options: DraftOptions, checkpoint: Checkpoint) -> dict[str, Any]:
+    whole = text_config_of(checkpoint.source.config)
+    return with_dtype(draft_config(whole, checkpoint.spec, options), checkpoint.dtype)
 
-    def config_for(checkpoint: Checkpoint) -> dict[str, Any]:
-        whole = text_config_of(checkpoint.source.config)
-        return with_dtype(draft_config(whole, checkpoint.spec, options), checkpoint.dtype)
 
-    def check_place(checkpoint: Checkpoint, hash: str) -> None:
-        config = config_for(checkpoint)
-        check_out(place, lambda found: not found.samefile(checkpoint.source.path) and _holds(found, config))
+def check_draft(options: DraftOptions, target: Checkpoint, hash: str) -> None:
+    config = _config(options, target)
+    check_out(options.out, lambda found: not found.samefile(target.source.path) and _holds(found, config))
 
-    def begin(prepared: Prepared, processes: Processes) -> Trainee:
-        source, target = prepared.checkpoint.source, prepared.target
-        config = config_for(prepared.checkpoint)
-        try:
-            spec = ModelSpec.from_hf(config)
-        except CheckpointError as error:
-            raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
-        student = DraftStudent(
-            spec, target.decoder.device, _start(source, options.from_layers), seed=options.seed,
-            checkpointed=options.checkpointed,
-        )  # fmt: skip
-        cost = step_weights(spec) / step_weights(target.spec)
-        return Trainee(student, cost, place, lambda _, __, tensors: _write(place, source, config, tensors))
 
-    return trained(options, model, report, load, check_place, begin)
+def begin_draft(options: DraftOptions, prepared: Prepared) -> Trainee:
+    source, target = prepared.checkpoint.source, prepared.target
+    config = _config(options, prepared.checkpoint)
+    try:
+        spec = ModelSpec.from_hf(config)
+    except CheckpointError as error:
+        raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
+    student = DraftStudent(
+        spec, target.decoder.device, _start(source, options.from_layers), seed=options.seed,
+        checkpointed=options.checkpointed,
+    )  # fmt: skip
+    cost = step_weights(spec) / step_weights(target.spec)
+    return Trainee(
+        student, cost, options.out, lambda _, __, tensors: _write(options.out, source, config, tensors)
+    )
 
 
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
     """Return the `config.json` of the draft model."""
     if target.full_head_dim is not None or target.layer_input_size or target.sources:
-        raise ConfigError(
-            f"cannot train a draft model of the form of a {target.architecture}",
-            remedy="train an adapter with `foredraft train adapter`",
-        )
+        problem = f"cannot train a draft model of the form of a {target.architecture}"
+        raise ConfigError(problem, remedy="train an adapter with `foredraft train adapter`")
     made, family = dict(config), FAMILIES[target.architecture]
     for option, key in SIZES.items():
-        value = getattr(options, option)
-        if value is not None:
+        if (value := getattr(options, option)) is not None:
             made[family.size_key(key, config)] = value
     if options.heads is not None and options.kv_heads is None:
         made["num_key_value_heads"] = options.heads
     chosen = options.from_layers or [at % target.layers for at in range(options.layers)]
     if (wrong := next((layer for layer in chosen if layer >= target.layers), None)) is not None:
-        raise ConfigError(
-            f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}", option="from_layers",
-            remedy="name others",
-        )  # fmt: skip
+        problem = f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}"
+        raise ConfigError(problem, option="from_layers", remedy="name others")
     if any(window is not None for window in target.windows) or "layer_types" in made:
         windows = [target.windows[layer] for layer in chosen]
         made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if target.unrotated or "no_rope_layers" in made:
         made["no_rope_layers"] = [int(layer not in target.unrotated) for layer in chosen]
-    for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
-        made.pop(pattern, None)  # the list of layers says it
+    # the list of layers says it, and a draft model's own weights are not quantised
+    gone = {"sliding_window_pattern", "_sliding_window_pattern", *QUANTISATION_KEYS}
     made |= target.naming.written_keys
-    for key in QUANTISATION_KEYS:
-        made.pop(key, None)  # a draft model's own weights are not quantised
-    return made
+    return {key: value for key, value in made.items() if key not in gone}
 
 
 def _start(source: ModelSource, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
     """Return the target's tensors by their names in a model of the given layers; None without any."""
     if not layers:
         return None
-    found: dict[str, Tensor] = {}
     tensors, spec = read_tensors(source, lambda name: True), source.spec
     if spec.sum_norms:  # the last norm is that of the last layer's last sum, whose layer may come first here
         own = f"{LAYERS}.{spec.layers - 1}.post_feedforward_layernorm."
-        tensors |= {
-            name.replace(f"{LAST_NORM}.", own): value
-            for name, value in tensors.items()
-            if name.startswith(f"{LAST_NORM}.")
-        }
+        last = [name for name in tensors if name.startswith(f"{LAST_NORM}.")]
+        tensors |= {name.replace(f"{LAST_NORM}.", own): tensors[name] for name in last}
+    found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
             found[name] = value
-            continue
-        for place, layer in enumerate(layers):
-            if layer == int(match[1]):
-                found[f"model.layers.{place}.{match[2]}"] = value
+        else:
+            places = [place for place, layer in enumerate(layers) if layer == int(match[1])]
+            found |= {f"model.layers.{place}.{match[2]}": value for place in places}
     return found
 
 
 def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
     """Return whether a folder holds a draft model of this config and nothing else."""
     names = {file.name for file in folder.iterdir()}
-    if not all(name in (CONFIG, WEIGHTS) or name.startswith(SHARED) for name in names):
+    if not all(name in (CONFIG, SINGLE) or name.startswith(SHARED) for name in names):
         return False
     return CONFIG in names and read_json(folder / CONFIG) == dict(config)
 
@@ -366,6 +296,15 @@ def _write(
     with replacing_folder(place) as new:
         stored = written(ModelSpec.from_hf(config).naming, tensors)
         whole = {name: tensor.contiguous() for name, tensor in stored.items()}
-        (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
+        (new / SINGLE).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         target.write_others(new, SHARED)
+
+
+# what each kind of training does before the target is loaded, and after
+STEPS: dict[type[TrainOptions], tuple[Callable[..., None], Callable[..., Trainee]]] = {
+    AdapterOptions: (check_adapter, begin_adapter),
+    DraftOptions: (check_draft, begin_draft),
+    Eagle3Options: (check_eagle3, begin_eagle3),
+    DFlashOptions: (check_dflash, begin_dflash),
+}

@@ -28,6 +28,21 @@ from foredraft.model.config import parse_json
 from foredraft.train.processes import Processes
 from foredraft.train.students import Student
 
+FILE, FOLDER = "metrics.jsonl", "tensorboard"
+MAKE_ROOM = "make room, and run the same command again"  # a remedy
+PREFIX, SUFFIX = "step-", ".pt"
+STEPS = "step"  # what AdamW counts for each parameter: a scalar, on the CPU
+
+
+def _refused(work: Path, problem: str) -> ConfigError:
+    remedy = ("start anew with ", Option("fresh"))
+    return ConfigError(f"whose {problem}", option="work", value=str(work), remedy=remedy)
+
+
+def broken_line(file: Path, number: int, problem: str) -> ConfigError:
+    """Return the error of a line that no run wrote."""
+    return _refused(file.parent, f"{file.name} is broken: line {number} {problem}")
+
 
 def whole_lines(file: Path) -> list[Any]:
     """Return the values of the whole lines of a file; none where there is no file."""
@@ -36,9 +51,9 @@ def whole_lines(file: Path) -> list[Any]:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
-        raise _refused_file(file, f"cannot be read ({error.strerror})") from error
+        raise _refused(file.parent, f"{file.name} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise _refused_file(file, "is not UTF-8 text") from error
+        raise _refused(file.parent, f"{file.name} is not UTF-8 text") from error
     values = []
     for number, line in enumerate(lines, 1):
         try:
@@ -48,35 +63,19 @@ def whole_lines(file: Path) -> list[Any]:
     return values
 
 
-def broken_line(file: Path, number: int, problem: str) -> ConfigError:
-    """Return the error of a line that no run wrote."""
-    return _refused_file(file, f"is broken: line {number} {problem}")
-
-
-def _refused_file(file: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        f"whose {file.name} {problem}", option="work", value=str(file.parent),
-        remedy=("start anew with ", Option("fresh")),
-    )  # fmt: skip
-
-
-FILE, FOLDER = "metrics.jsonl", "tensorboard"
-MAKE_ROOM = "make room, and run the same command again"  # a remedy
-
-
 class Journal:
-    """The figures of a run."""
+    """The figures of a run, those up to a step."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.file = folder / FILE
+        self.file, kept = folder / FILE, []
         self._board: Any = None
-        kept = [
-            json.dumps(entry)
-            for number, entry in enumerate(whole_lines(self.file), 1)
-            if self._step_of(number, entry) <= step
-        ]
+        for number, entry in enumerate(whole_lines(self.file), 1):
+            own = entry.get("step") if isinstance(entry, dict) else None
+            if type(own) is not int:
+                raise broken_line(self.file, number, 'is no JSON object with a "step"')
+            kept += [f"{json.dumps(entry)}\n"] if own <= step else []
         with self._writing(), replacing(self.file) as new:
-            new.write_text("".join(f"{line}\n" for line in kept))
+            new.write_text("".join(kept))
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -84,22 +83,15 @@ class Journal:
         with self._writing():
             self._board = SummaryWriter(str(folder / FOLDER), purge_step=step + 1)
 
-    def _step_of(self, number: int, entry: Any) -> int:
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if type(step) is not int:
-            raise broken_line(self.file, number, 'is no JSON object with a "step"')
-        return step
-
     def write(self, step: int, figures: dict[str, float | list[float]]) -> None:
         """Add an entry."""
         with self._writing():
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **figures}) + "\n")
-            if self._board is not None:
-                for name, value in figures.items():
-                    values = {name: value} if isinstance(value, float | int) else _numbered(name, value)
-                    for each, number in values.items():
-                        self._board.add_scalar(each, number, step)
+            for name, value in figures.items() if self._board is not None else ():
+                values = {name: value} if isinstance(value, float | int) else _numbered(name, value)
+                for each, number in values.items():
+                    self._board.add_scalar(each, number, step)
 
     def close(self) -> None:
         """Write what TensorBoard's part holds back."""
@@ -108,17 +100,12 @@ class Journal:
                 self._board.close()
 
     def _writing(self) -> AbstractContextManager[None]:
-        return errors_named(
-            self.file.parent, "work", MAKE_ROOM, f"in which {FILE} or {FOLDER} cannot be written"
-        )
+        problem = f"in which {FILE} or {FOLDER} cannot be written"
+        return errors_named(self.file.parent, "work", MAKE_ROOM, problem)
 
 
 def _numbered(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}/{number}": value for number, value in enumerate(values, 1)}
-
-
-PREFIX, SUFFIX = "step-", ".pt"
-STEPS = "step"  # what AdamW counts for each parameter: a scalar, on the CPU
 
 
 @dataclass(slots=True)
@@ -145,11 +132,17 @@ class TrainingCheckpoints:
         found = {}
         for path in self.folder.glob(f"{PREFIX}*"):
             if path.is_dir() or path.suffix == ".safetensors":
-                raise _refused(path, "is that of an earlier version, which is not read any more")
+                raise self._unfit(path, "is that of an earlier version, which is not read any more")
             number = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
             if path.suffix == SUFFIX and number.isascii() and number.isdecimal():
                 found[int(number)] = path
         return found[max(found)] if found else None
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"{PREFIX}{step}{SUFFIX}"
+
+    def _unfit(self, file: Path, problem: str) -> ConfigError:
+        return _refused(self.folder.parent, f"checkpoint {file.name} {problem}")
 
     def save(self, student: Student, optimizer: Optimizer, progress: TrainingProgress) -> None:
         """Write a checkpoint, and remove the former one."""
@@ -170,20 +163,34 @@ class TrainingCheckpoints:
                 if former is not None and former != file:
                     former.unlink()
             except (OSError, RuntimeError) as error:
-                raise _unwritable(self.folder, error) from error
+                # PyTorch raises an error of its own in place of the system's
+                cause = error if isinstance(error, OSError) else error.__context__
+                why = getattr(cause, "strerror", error)
+                problem = f"in which a checkpoint cannot be written ({why}); the one before it is whole"
+                place = str(self.folder)
+                raise ConfigError(problem, option="work", value=place, remedy=MAKE_ROOM) from error
         self.processes.wait()
 
+    @torch.no_grad()
     def restore(self, student: Student, optimizer: Optimizer) -> TrainingProgress | None:
-        """Read the latest checkpoint into student and optimiser; None: there is none."""
-        latest = self.latest
-        if latest is None:
+        """Read the latest checkpoint, each process its part of it; None: there is none."""
+        file = self.latest
+        if file is None:
             return None
-        try:
-            content = self._read(latest)
-            _check_shapes(content, student)
-        except ValueError as error:
-            raise _refused(latest, str(error)) from error
-        _take_over(content, student, optimizer)
+        content = self._read(file)
+        parameters = dict(student.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        held = {name: tensor.shape for name, tensor in content["student"].items()}
+        if different := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
+            # another version may train other ones
+            name = shortened(different[0])
+            raise self._unfit(file, f"differs in tensor {name}, so it is that of another run")
+        for name, parameter in parameters.items():
+            parameter.copy_(_part(content["student"][name], parameter))
+            optimizer.state[parameter] = {
+                key: value if key == STEPS else _part(value, parameter)
+                for key, value in content["optimizer"][name].items()
+            }
         return TrainingProgress(**content["progress"])
 
     def _read(self, file: Path) -> dict[str, Any]:
@@ -193,36 +200,14 @@ class TrainingCheckpoints:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
             run, progress = content["run"], TrainingProgress(**content["progress"])
         except Exception as error:  # they raise many kinds
-            raise ValueError(f"cannot be read ({shortened(str(error))})") from error
+            raise self._unfit(file, f"cannot be read ({shortened(str(error))})") from error
         if damaged is not None:
-            raise ValueError(f"is damaged in {damaged}")
+            raise self._unfit(file, f"is damaged in {damaged}")
         if run != self.run:
-            raise ValueError("is that of a run of another target, other data or other options")
+            raise self._unfit(file, "is that of a run of another target, other data or other options")
         if self._file(progress.step) != file:
-            raise ValueError(f"is that of step {progress.step}")
+            raise self._unfit(file, f"is that of step {progress.step}")
         return content
-
-    def _file(self, step: int) -> Path:
-        return self.folder / f"{PREFIX}{step}{SUFFIX}"
-
-
-def _check_shapes(content: dict[str, Any], student: Student) -> None:
-    """Check that a checkpoint has the tensors of a student: another version may train other ones."""
-    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
-    held = {name: tensor.shape for name, tensor in content["student"].items()}
-    if different := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
-        raise ValueError(f"differs in tensor {shortened(different[0])}, so it is that of another run")
-
-
-@torch.no_grad()
-def _take_over(content: dict[str, Any], student: Student, optimizer: Optimizer) -> None:
-    """Take over the tensors of a checkpoint; each process takes its part."""
-    for name, parameter in student.named_parameters():
-        parameter.copy_(_part(content["student"][name], parameter))
-        optimizer.state[parameter] = {
-            key: value if key == STEPS else _part(value, parameter)
-            for key, value in content["optimizer"][name].items()
-        }
 
 
 def _part(value: Tensor, parameter: Tensor) -> Tensor:
@@ -231,20 +216,3 @@ def _part(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _refused(checkpoint: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        f"whose checkpoint {checkpoint.name} {problem}", option="work", value=str(checkpoint.parent.parent),
-        remedy=("start anew with ", Option("fresh")),
-    )  # fmt: skip
-
-
-def _unwritable(folder: Path, error: Exception) -> ConfigError:
-    # PyTorch raises an error of its own in place of the system's
-    cause = error if isinstance(error, OSError) else error.__context__
-    why = getattr(cause, "strerror", error)
-    return ConfigError(
-        f"in which a checkpoint cannot be written ({why}); the one before it is whole",
-        option="work", value=str(folder), remedy="make room, and run the same command again",
-    )  # fmt: skip

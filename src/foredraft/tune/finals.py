@@ -25,9 +25,8 @@ from foredraft.bench.settings import Progress, TuneSettings
 from foredraft.bench.workload import turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
-from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.lookup import repeated
-from foredraft.drafters.low_bit import LowBit
 from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, shortened

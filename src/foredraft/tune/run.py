@@ -14,7 +14,7 @@ from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
 from foredraft.bench.settings import Progress, TuneSettings, silent
 from foredraft.bench.workload import AS_IT_IS, PromptForm
-from foredraft.drafters.low_bit import LowBit
+from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM

@@ -14,40 +14,39 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.heads.block_files import (
-    MARKOV,
-    BlockFiles,
-    is_dflash,
-    is_dspark,
+from foredraft.drafters.heads.configs import (
+    OF_THE_HEAD,
+    block_record,
+    dflash_2,
+    eagle3_record,
     layers_of,
     read_block,
-    record_of_block,
-    shapes_of,
-    without_confidence,
+    read_eagle3,
 )
-from foredraft.drafters.heads.eagle3_files import (
+from foredraft.drafters.heads.head_asset import BIAS
+from foredraft.drafters.heads.record import (
+    CONFIDENCE,
     D2T,
     EMBEDDING,
+    FLOATS,
     HEAD,
-    OF_THE_HEAD,
-    Eagle3Files,
-    HeadSource,
+    MARKOV,
+    BlockRecord,
+    HeadFiles,
+    HeadRecord,
+    Record,
     checked_shapes,
-    head_shapes,
-    read_eagle3,
-    record_of,
 )
-from foredraft.drafters.heads.record import FLOATS, BlockRecord
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Shapes, joined_shape
 from foredraft.model.config import ConfigReader
-from foredraft.model.gguf.file import architecture_of
 from foredraft.model.gguf.gguf_config import EPSILONS, MetadataReader
 from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, row_order, stored_values
 from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat
@@ -55,7 +54,6 @@ from foredraft.model.spec import ModelSpec
 
 AUX_LAYERS = ("target_layers", "extract_layers")  # keys of the layers; the second is older
 OLDER_D2T = "d2t.weight"  # of older converters: ids or offsets, which the values tell
-BIAS = "markov_w1.weight"
 MASK = "tokenizer.ggml.mask_token_id"
 OF_DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 TOLD_BY_TENSORS = ("markov_rank", "confidence_head", "confidence_head_with_markov")
@@ -73,12 +71,17 @@ class HeadFormat:
         """Return the name that other formats give a tensor; its own if they have none."""
         return self.names.get(stored) or (model_name(self.rows, stored) or stored).removeprefix("model.")
 
-    def headers(self, model: GGUFModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def read(self, path: Path, record_of: Callable[[MetadataReader], Record]) -> HeadFiles[Record]:
+        """Return the head in a file, as its metadata and the headers of its tensors say."""
+        model = GGUFModel(path)
+        read = MetadataReader(model, self.architecture)
+        record = record_of(read)
+        read.reject_unknown_keys()
         infos = {self.name(stored): info for stored, info in model.tensors.items() if stored != ROPE_FACTORS}
-        return {name: (info.dtype, info.shape) for name, info in infos.items()}
-
-    def source(self, model: GGUFModel, spec: ModelSpec) -> Callable[[torch.device, torch.dtype], HeadSource]:
-        return lambda device, dtype: TensorsInFile(self, model, spec, device, dtype)
+        headers = {name: (info.dtype, info.shape) for name, info in infos.items()}
+        record = replace(record, own_embedding=EMBEDDING in headers, own_head=HEAD in headers)
+        shapes = checked_shapes(path, record, headers, (*FLOATS, *BLOCKS))
+        return HeadFiles(path, record, shapes, partial(TensorsInFile, self, model, record.spec))
 
 
 EAGLE3 = HeadFormat(
@@ -100,38 +103,38 @@ DFLASH = HeadFormat(
         "enc.output_norm.weight": "hidden_norm.weight",
         BIAS: f"{MARKOV}.markov_w1.weight",
         "markov_w2.weight": f"{MARKOV}.markov_w2.weight",
-        "conf_proj.weight": "confidence_head.proj.weight",
-        "conf_proj.bias": "confidence_head.proj.bias",
+        "conf_proj.weight": f"{CONFIDENCE}.weight",
+        "conf_proj.bias": f"{CONFIDENCE}.bias",
         "d2t": D2T,
     },
 )
 
 
-def is_eagle3_gguf(place: Path) -> bool:
-    """Return whether a file is an EAGLE-3 head in GGUF, as its first bytes say."""
-    return architecture_of(place) == EAGLE3.architecture
+def read_head(place: Path) -> HeadFiles[HeadRecord]:
+    """Return the EAGLE-3 head in a folder or in a GGUF file."""
+    return read_eagle3(place) if place.is_dir() else EAGLE3.read(place, _eagle3)
 
 
-def read_head(place: Path) -> Eagle3Files:
-    """Return the head in a folder or in a GGUF file."""
-    return read_eagle3(place) if place.is_dir() else _read_eagle3(place)
+def read_block_head(place: Path) -> HeadFiles[BlockRecord]:
+    """Return the head of a block drafter in a folder or in a GGUF file."""
+    return read_block(place) if place.is_dir() else DFLASH.read(place, _block)
 
 
-def _read_eagle3(path: Path) -> Eagle3Files:
-    model = GGUFModel(path)
-    read = MetadataReader(model, EAGLE3.architecture)
-    config, aux_layers = _config(read), aux_layers_of(read)
-    read.reject_unknown_keys()
-    headers = EAGLE3.headers(model)
-    with _named(path):
-        record = record_of(ConfigReader(config), config, OF_THE_HEAD, aux_layers)
-    record = replace(
-        record, layer="layers.0", format="GGUF",
-        absolute_d2t=None if OLDER_D2T in model.tensors else True,
-        own_embedding=EMBEDDING in headers, own_head=HEAD in headers,
-    )  # fmt: skip
-    shapes = checked_shapes(path, *head_shapes(record, len(aux_layers)), headers, (*FLOATS, *BLOCKS))
-    return Eagle3Files(path, record, shapes, EAGLE3.source(model, record.spec))
+def _eagle3(read: MetadataReader) -> HeadRecord:
+    """Read the metadata as a config in SafeAILab's format."""
+    vocabulary, draft_vocab_size = vocabulary_of(read)
+    sizes = sizes_of(read, vocabulary)
+    config = sizes | {
+        "model_type": EAGLE3.rows,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": read.count("target_hidden_size", sizes["hidden_size"]),
+        "norm_before_residual": read.flag("norm_before_residual"),
+        "norm_before_fc": read.flag("norm_before_fc"),
+    }
+    with _named(read.file.path):
+        record = eagle3_record(ConfigReader(config), config, OF_THE_HEAD, aux_layers_of(read))
+    absolute = None if OLDER_D2T in read.file.tensors else True
+    return replace(record, layer="layers.0", format="GGUF", absolute_d2t=absolute)
 
 
 @contextmanager
@@ -149,19 +152,6 @@ def aux_layers_of(read: MetadataReader) -> tuple[int, ...]:
     if not isinstance(ids, list) or not ids or not all(type(layer) is int and layer >= 0 for layer in ids):
         raise read.error(key, "it must be a list of whole numbers, the layers after which the target is read")
     return tuple(ids)
-
-
-def _config(read: MetadataReader) -> dict[str, Any]:
-    """Return the config of the head in SafeAILab's format."""
-    vocabulary, draft_vocab_size = vocabulary_of(read)
-    sizes = sizes_of(read, vocabulary)
-    return sizes | {
-        "model_type": EAGLE3.rows,
-        "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": read.count("target_hidden_size", sizes["hidden_size"]),
-        "norm_before_residual": read.flag("norm_before_residual"),
-        "norm_before_fc": read.flag("norm_before_fc"),
-    }
 
 
 def vocabulary_of(read: MetadataReader) -> tuple[int, int]:
@@ -201,84 +191,21 @@ def sizes_of(read: MetadataReader, vocabulary: int) -> dict[str, Any]:
     }
 
 
-class TensorsInFile:
-    """The tensors of a file under the names of the other formats."""
-
-    def __init__(
-        self, format: HeadFormat, model: GGUFModel, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.model, self.spec, self.device, self.dtype, self.rows = model, spec, device, dtype, format.rows
-        self.infos = {format.name(stored): info for stored, info in model.tensors.items()}
-
-    def load(self, shapes: Shapes) -> Tensor:
-        parts = [self._expanded(name) for name in shapes]
-        return torch.cat(parts).view(joined_shape(shapes)).to(self.device, self.dtype)
-
-    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
-        return stored_values(self.model, self.infos[name])  # `checked` has seen its kind and its shape
-
-    def _expanded(self, name: str) -> Tensor:
-        """Return a weight in the order of rows of the other formats, in float32 or as it is stored."""
-        info, spec = self.infos[name], self.spec
-        stored = stored_values(self.model, info)
-        order = row_order(self.rows, info.name, info.shape[0], spec.heads, spec.kv_heads)
-        stored = stored if order is None else stored[order]
-        if info.dtype in PLAIN:
-            return stored
-        shape = math.prod(info.shape[:-1]), info.shape[-1]
-        expanded = torch.empty(shape)
-        GGUFFormat(info.dtype).codes(shape, {"weight": stored}).expand_into(expanded)
-        return expanded
-
-
-def knows_dflash(place: Path) -> bool:
-    return is_dflash(place) or (architecture_of(place) == DFLASH.architecture and not _has_bias(place))
-
-
-def knows_dspark(place: Path) -> bool:
-    return is_dspark(place) or (architecture_of(place) == DFLASH.architecture and _has_bias(place))
-
-
-def _has_bias(path: Path) -> bool:
-    try:
-        return BIAS in GGUFModel(path, lists=False).tensors
-    except CheckpointError:
-        return False
-
-
-def read_block_head(place: Path) -> BlockFiles:
-    """Return the head in a folder or in a GGUF file."""
-    return read_block(place) if place.is_dir() else _read_block(place)
-
-
-def _read_block(path: Path) -> BlockFiles:
-    model = GGUFModel(path)
-    read = MetadataReader(model, DFLASH.architecture)
+def _block(read: MetadataReader) -> BlockRecord:
     if any(read.has(key) for key in OF_DFLASH_2):
-        raise CheckpointError(
-            f"{path} is a DFlash 2 head, with convolutions and a selector, which is not supported",
-            remedy="give a DFlash or DSpark head",
-        )
-    record = _record(read)
-    for key in TOLD_BY_TENSORS:
-        read.take(key)
-    read.reject_unknown_keys()
-    headers = DFLASH.headers(model)
-    record = replace(record, own_embedding=EMBEDDING in headers, own_head=HEAD in headers)
-    shapes = checked_shapes(path, *shapes_of(record, headers), headers, (*FLOATS, *BLOCKS))
-    return BlockFiles(path, record, without_confidence(shapes), DFLASH.source(model, record.spec))
-
-
-def _record(read: MetadataReader) -> BlockRecord:
+        path = read.file.path
+        raise dflash_2(f"{path} is a DFlash 2 head, with convolutions and a selector, which is not supported")
     vocabulary, draft_vocab_size = vocabulary_of(read)
     config = sizes_of(read, vocabulary) | {"model_type": DFLASH.rows} | _windows(read)
     bias = read.file.tensors.get(BIAS)
     mask = ConfigReader({"mask_token_id": read.file.metadata.get(MASK)}, f"{read.file.path}, tokenizer.ggml")
     with _named(read.file.path):
         spec = layers_of(config)
-    rank, form = (0, None) if bias is None else (bias.shape[-1], "vanilla")
-    return record_of_block(
-        "GGUF", spec, read, mask, rank, form, aux_layers=aux_layers_of(read),
+    for key in TOLD_BY_TENSORS:
+        read.take(key)
+    markov = {} if bias is None else {"markov_rank": bias.shape[-1], "markov": "vanilla"}
+    return block_record(
+        "GGUF", spec, read, mask, **markov, aux_layers=aux_layers_of(read),
         target_size=read.count("target_hidden_size", spec.hidden_size), draft_vocab_size=draft_vocab_size,
         from_anchor=read.flag("sample_from_anchor", bias is not None), causal_windows=False,
         absolute_d2t=True,
@@ -294,3 +221,33 @@ def _windows(read: MetadataReader) -> dict[str, Any]:
         raise read.error("attention.sliding_window_pattern", f"it must say which of {layers} layers have one")
     kinds = ["sliding_attention" if sliding else "full_attention" for sliding in pattern]
     return {"use_sliding_window": True, "sliding_window": int(window), "layer_types": kinds}
+
+
+class TensorsInFile:
+    """The tensors of a file under the names of the other formats."""
+
+    def __init__(
+        self, format: HeadFormat, model: GGUFModel, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.spec, self.device, self.dtype, self.rows = model, spec, device, dtype, format.rows
+        self.infos = {format.name(stored): info for stored, info in model.tensors.items()}
+
+    def load(self, shapes: Shapes) -> Tensor:
+        parts = [self._expanded(name) for name in shapes]
+        return torch.cat(parts).view(joined_shape(shapes)).to(self.device, self.dtype)
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
+        return stored_values(self.model, self.infos[name])  # `checked_shapes` has seen its kind and its shape
+
+    def _expanded(self, name: str) -> Tensor:
+        """Return a weight in the order of rows of the other formats, in float32 or as it is stored."""
+        info, spec = self.infos[name], self.spec
+        stored = stored_values(self.model, info)
+        order = row_order(self.rows, info.name, info.shape[0], spec.heads, spec.kv_heads)
+        stored = stored if order is None else stored[order]
+        if info.dtype in PLAIN:
+            return stored
+        shape = math.prod(info.shape[:-1]), info.shape[-1]
+        expanded = torch.empty(shape)
+        GGUFFormat(info.dtype).codes(shape, {"weight": stored}).expand_into(expanded)
+        return expanded

@@ -1,163 +1,149 @@
-"""The asset of a drafter with a head, and the settings that the doctor found to be better than its config's.
+"""Which head a folder or a GGUF file holds, by its small files, and the asset of a drafter with a head.
 
-The settings lie beside the head, in `foredraft-head.json` (for a GGUF file with its name in front), or in the
-user's cache folder. Loading honours them and says so. They change how well a head drafts, never what is
-generated.
+Nothing here reads weights or imports a drafter: a drafter's file is imported once a place holds its head.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from foredraft import user_cache
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
-from foredraft.drafters.heads.eagle3_files import Eagle3Files
-from foredraft.drafters.heads.record import HeadRecord, not_downloaded
-from foredraft.errors import CheckpointError, Option, shortened
-from foredraft.files import replacing
-from foredraft.model.checkpoint import Checkpoint
+from foredraft.errors import CheckpointError, Option
 from foredraft.model.config import read_json
-from foredraft.model.spec import ModelSpec
+from foredraft.model.gguf.file import architecture_of
+from foredraft.model.gguf.tensors import GGUFModel
+from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
+from foredraft.model.source import weights_to_come
+from foredraft.model.spec import CONFIG
 
-Record = TypeVar("Record", bound=HeadRecord)
-Files = TypeVar("Files", bound=Eagle3Files)
-
-SETTINGS = "foredraft-head.json"
-FLAGS = (
-    "norm_before_residual", "norm_output", "final_norm", "from_anchor", "causal", "own_head", "own_embedding",
-)  # fmt: skip
-KIND = "heads"  # of the user's cache
-SUFFIXES = (".json", ".safetensors", ".gguf")  # of the files of a head
-REMEDY = f"run `foredraft doctor` again, or remove {SETTINGS}"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSettings:
-    """What differs from a head's own files; None leaves a field as it is."""
-
-    tap_shift: int | None = None  # by how many layers the auxiliary layers move
-    rope_theta: float | None = None  # the rotary base
-    window: int | None = None  # positions of the head's own attention, the last ones
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-    final_norm: bool | None = None
-    from_anchor: bool | None = None
-    causal: bool | None = None
-    own_head: bool | None = None
-    own_embedding: bool | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @property
-    def described(self) -> str:
-        """What differs, for people; "" for nothing."""
-        return ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.given.items())
-
-    def applied(self, record: Record, target: ModelSpec) -> Record:
-        assert record.aux_layers is not None
-        spec = record.spec
-        if self.rope_theta is not None:
-            spec = replace(spec, rope=replace(spec.rope, theta=self.rope_theta))
-        aux_layers = tuple(layer + (self.tap_shift or 0) for layer in record.aux_layers)
-        if not all(0 <= layer <= target.layers for layer in aux_layers):
-            raise CheckpointError(
-                f"{SETTINGS}: tap_shift = {self.tap_shift} moves {list(record.aux_layers)} out of the target",
-                remedy=REMEDY,
-            )
-        flags = {name: value for name, value in self.given.items() if name in FLAGS}
-        fits = spec.hidden_size == target.hidden_size
-        for name, value in flags.items():
-            gone = name.startswith("own_") and value != getattr(record, name) and (value or not fits)
-            if gone or (not name.startswith("own_") and name not in record.misread):
-                raise CheckpointError(
-                    f"{SETTINGS}: {name} = {json.dumps(value)} is not possible with this head",
-                    remedy=REMEDY,
-                )
-        changed = replace(record, spec=spec, aux_layers=aux_layers, **flags)
-        return changed if self.window is None else changed.windowed(self.window)
-
-
-def with_settings(files: Files, target: ModelSpec) -> tuple[Files, HeadSettings]:
-    """Return the files of a head for its target, with the settings that the doctor wrote, and these."""
-    settings = read_settings(files.folder)
-    record = settings.applied(files.record.for_target(target, str(files.folder)), target)
-    return replace(files, record=record), settings
-
-
-def described_head(files: Eagle3Files, settings: HeadSettings, more: str = "") -> str:
-    """Return what a head is, for people; `more` goes behind its layers."""
-    record, size = files.record, files.record.draft_vocab_size
-    aux_layers = ", ".join(map(str, record.aux_layers or ()))
-    reduced = "" if size == record.spec.vocab_size else f", draft vocabulary {size}"
-    changed = settings.described
-    told = f"; `foredraft doctor` set {changed}" if changed else ""
-    about = f"the head {files.folder} over layers {aux_layers}{more}"
-    return f"{about}, {files.parameters / 1e6:.1f} M weights{reduced}{told}"
-
-
-def settings_file(head: Path) -> Path:
-    """Return the file of the settings of a head, in its folder or beside its GGUF file."""
-    return head / SETTINGS if head.is_dir() else head.with_name(f"{head.name}.{SETTINGS}")
-
-
-def read_settings(head: Path) -> HeadSettings:
-    """Return the settings of a head; where there are none, they change nothing."""
-    file = settings_file(head)
-    if file.is_file():
-        found = read_json(file)
-    else:
-        kept = user_cache.read(KIND, _key(head))
-        found, file = kept if isinstance(kept, dict) else {}, user_cache.keyed_path(KIND, _key(head)) or file
-    for name, value in found.items():
-        _check(file, name, value)
-    return HeadSettings(**found)
-
-
-def _key(head: Path) -> list[Any]:
-    """Return the key of a head in the user's cache: its place, and the files there as they are now."""
-    files = sorted(head.iterdir()) if head.is_dir() else [head]
-    of_head = [file for file in files if file.suffix in SUFFIXES and file.name != SETTINGS]
-    stats = [(file.name, file.stat()) for file in of_head]
-    return [str(head.resolve()), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
-
-
-def _check(file: Path, name: str, value: Any) -> None:
-    """Raise CheckpointError where a value is none of the setting, or there is no such setting."""
-    sound = {
-        **dict.fromkeys(FLAGS, type(value) is bool),
-        "tap_shift": type(value) is int,
-        "rope_theta": type(value) in (int, float) and value > 0,
-        "window": type(value) is int and value > 0,
-    }
-    if not sound.get(name, False):
-        raise CheckpointError(f"{file}: {name} = {shortened(value)} is no setting of a head", remedy=REMEDY)
-
-
-def write_settings(head: Path, settings: HeadSettings | Mapping[str, Any]) -> Path:
-    """Write the settings of a head and return their file; those that change nothing remove it."""
-    file = settings_file(head)
-    given = settings.given if isinstance(settings, HeadSettings) else dict(settings)
-    if user_cache.read(KIND, key := _key(head)):
-        user_cache.write(KIND, key, {})
-    if not given:
-        file.unlink(missing_ok=True)
-        return file
+def config_of(place: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; an empty one where there is none that can be read."""
     try:
-        with replacing(file) as new:
-            new.write_text(json.dumps(given, indent=1) + "\n")
-    except OSError:
-        user_cache.write(KIND, key, given)
-        kept = user_cache.keyed_path(KIND, key)
-        if kept is None or user_cache.read(KIND, key) != given:
-            raise
-        return kept
-    return file
+        return read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
+    except (CheckpointError, OSError):
+        return {}
+
+
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def not_downloaded(head: Path) -> bool:
+    """Return whether a head is a folder of the hub's cache whose weights were not fetched."""
+    return head.is_dir() and not has_weights(head) and _pickle(head) is None and weights_to_come(head)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise CheckpointError where the weights in a folder are pickles alone; none is ever read."""
+    if (pickle := _pickle(folder)) is not None:
+        raise CheckpointError(
+            f"{pickle} is a pickle, which can run any program when it is read, so it is not read",
+            remedy="convert it to model.safetensors, or give a copy of the head in that format",
+        )
+
+
+def _pickle(folder: Path) -> Path | None:
+    """Return a pickle of a folder that has no weights in another format; None for other folders."""
+    if has_weights(folder):
+        return None
+    return next((file for pattern in PICKLES for file in sorted(folder.glob(pattern))), None)
+
+
+EAGLE3 = frozenset({
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
+})  # fmt: skip
+BLOCKS = {
+    "DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash", "DFlashSpeculator": "dflash",
+    "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark", "DSparkSpeculator": "dspark",
+}  # fmt: skip
+SPECULATORS_BLOCKS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}  # names of speculators
+DFLASH = "dflash_config"
+BIAS = "markov_w1.weight"  # in GGUF files; it makes a DFlash head one of DSpark
+FIRST = "layers.0.self_attn.q_proj.weight"
+FOREIGN = frozenset({"norm.weight", "hidden_norm.weight"})  # of other heads with an `fc`
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # of a whole model
+MEDUSA, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+
+
+def is_eagle3(place: Path) -> bool:
+    config = config_of(place)
+    if "speculators_model_type" in config:
+        return bool(config["speculators_model_type"] == "eagle3")
+    named = not EAGLE3.isdisjoint(architectures_of(config))
+    block = "block_size" in config or DFLASH in config
+    return named or (config.get("num_hidden_layers") == 1 and "draft_vocab_size" in config and not block)
+
+
+def is_eagle3_gguf(place: Path) -> bool:
+    return architecture_of(place) == "eagle3"
+
+
+def is_eagle(place: Path) -> bool:
+    """Return whether a folder holds an EAGLE-1 or EAGLE-2 head, as its config and its tensors' names say."""
+    if is_eagle3(place) or not (place / CONFIG).is_file():
+        return False
+    try:
+        if (place / SINGLE).is_file():
+            with SafetensorsFile(place / SINGLE) as opened:
+                names = frozenset(opened.tensors)
+                return {"fc.weight", FIRST} <= names and FOREIGN.isdisjoint(names)
+        one_layer = read_json(place / CONFIG).get("num_hidden_layers") == 1
+    except CheckpointError:
+        return False
+    whole = any((place / name).is_file() for name in TOKENIZERS)
+    return one_layer and not whole and not has_weights(place)
+
+
+def is_dflash(place: Path) -> bool:
+    return _block_kind(place) == "dflash"
+
+
+def is_dspark(place: Path) -> bool:
+    return _block_kind(place) == "dspark"
+
+
+def _block_kind(place: Path) -> str | None:
+    """Return the drafter of the block drafter's head in a folder or a GGUF file; None for another place."""
+    if architecture_of(place) == "dflash":
+        try:
+            return "dspark" if BIAS in GGUFModel(place, lists=False).tensors else "dflash"
+        except CheckpointError:
+            return "dflash"
+    config = config_of(place)
+    told = config.get("speculators_model_type")
+    if told is not None:
+        return SPECULATORS_BLOCKS.get(told) if isinstance(told, str) else None
+    named = [BLOCKS[name] for name in architectures_of(config) if name in BLOCKS]
+    inner = config.get(DFLASH)
+    kind = next(iter(named), "dflash" if isinstance(inner, dict) else None)
+    ranks = [where.get("markov_rank") for where in (config, inner if isinstance(inner, dict) else {})]
+    return "dspark" if kind and any(type(rank) is int and rank > 0 for rank in ranks) else kind
+
+
+def is_medusa(place: Path) -> bool:
+    """Return whether a folder holds Medusa heads, as its config or the name of its file says."""
+    config = config_of(place)
+    of_medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    named = of_medusa or "MedusaModel" in architectures_of(config)
+    return named or any((place / name).is_file() for name in (MEDUSA, MEDUSA_PICKLE))
+
+
+def is_assistant(place: Path) -> bool:
+    """Return whether a folder holds an assistant, sound or not, as its config.json says."""
+    return place.is_dir() and config_of(place).get("model_type") in ASSISTANTS
 
 
 class HeadAsset(Asset):
@@ -168,12 +154,15 @@ class HeadAsset(Asset):
         called: str,  # what messages call it, with its article
         where: str,  # it is, such as "its folder"
         knows: Callable[[Path], bool],
-        found: Callable[[Path, Checkpoint], Found],  # returns the head of a place, for a target
+        drafter: str,  # the file in `drafters` and the class, whose `found` returns the head of a place
+        *,
+        needed: str | None = None,  # as `called`, where a named drafter needs it
+        reads_headers: bool = True,  # of the weights, which therefore have to be here
     ) -> None:
-        self.called, self._knows, self._found = called, knows, found
+        self.called, self._knows, self.drafter, self.reads_headers = called, knows, drafter, reads_headers
         remedy = ("give ", Option("draft"), f", {where}")
         self.missing = Missing(f"needs {called} of this model", remedy)
-        self.required = Missing(f"which needs {called} of the model", remedy)
+        self.required = Missing(f"which needs {needed or f'{called} of the model'}", remedy)
 
     def knows(self, place: Path) -> bool:
         return self._knows(place)
@@ -185,6 +174,22 @@ class HeadAsset(Asset):
         if not self.knows(place):
             called = self.called.removeprefix("an ").removeprefix("a ")
             return replace(self.missing, unfit=f"{place} is a whole model, and no {called}")
-        if not_downloaded(place):
+        if self.reads_headers and not_downloaded(place):
             return replace(self.missing, unfit=f"the weights of {place} are not downloaded")
-        return self._found(place, search.target)
+        file, name = self.drafter.split(":")
+        found: Found = getattr(import_module(f"foredraft.drafters.{file}"), name).found(place, search.target)
+        return found
+
+
+EITHER = "its folder or GGUF file"
+EAGLE3_ASSET = HeadAsset(
+    "an EAGLE-3 head", EITHER, lambda place: is_eagle3(place) or is_eagle3_gguf(place), "eagle3:Eagle3"
+)
+EAGLE_ASSET = HeadAsset("an EAGLE-1 or EAGLE-2 head", "its folder", is_eagle, "eagle3:Eagle")
+MEDUSA_ASSET = HeadAsset("Medusa heads", "their folder", is_medusa, "medusa:Medusa")
+DFLASH_ASSET = HeadAsset("a DFlash head", EITHER, is_dflash, "block_drafter:DFlash")
+DSPARK_ASSET = HeadAsset("a DSpark head", EITHER, is_dspark, "block_drafter:DSpark")
+ASSISTANT_ASSET = HeadAsset(
+    "an assistant", "its folder or hub id", is_assistant, "gemma4_assistant:Gemma4Assistant",
+    needed="the model's assistant", reads_headers=False,
+)  # fmt: skip

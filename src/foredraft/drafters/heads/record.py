@@ -3,26 +3,28 @@
 Auxiliary layer k names the target's residual stream after k layers; 0 is the embedding. Nothing behind a
 record knows a format. A block is a pending token, the *anchor*, in slot 0, and masked slots after it. In
 safetensors files of EAGLE-3 `d2t` holds offsets: output i is the target's id i + d2t[i].
+
+Every tensor of a head's files is known, and has the shape that the record implies. Weights are safetensors or
+lie in a GGUF file: a pickle can run any program when it is read, so none is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.errors import CheckpointError
-from foredraft.model.config import read_json
+from foredraft.model.checkpoint import CheckpointTensors, Shapes
 from foredraft.model.decoder import Decoder
-from foredraft.model.source import weights_to_come
-from foredraft.model.spec import CONFIG, ModelSpec
-
-REMEDY = "take both maps from one head"
+from foredraft.model.spec import ModelSpec
 
 
 def draft_ids(
@@ -43,20 +45,19 @@ def draft_ids(
     """
     if d2t is None:
         return None
-    places = torch.arange(count)
+    places, remedy = torch.arange(count), "take both maps from one head"
     ids, offsets = d2t.cpu(), places + d2t.cpu()
     relative = [offsets] if t2d is None else [offsets, ids]
     readings = {True: [ids], None: [ids, offsets], False: relative}[absolute]
     sound = [each for each in readings if _is_sound(each, vocabulary)]
     if not sound:
-        raise CheckpointError(
-            f"{where}: {name} does not give {count} different token ids below {vocabulary}", remedy=REMEDY
-        )
+        problem = f"{where}: {name} does not give {count} different token ids below {vocabulary}"
+        raise CheckpointError(problem, remedy=remedy)
     if t2d is not None:
         marked = t2d.cpu().nonzero().flatten()
         sound = [each for each in sound if torch.equal(each.sort().values, marked)]
         if not sound:
-            raise CheckpointError(f"{where}: {name} and t2d name different token ids", remedy=REMEDY)
+            raise CheckpointError(f"{where}: {name} and t2d name different token ids", remedy=remedy)
     if count == vocabulary and torch.equal(sound[0], places):
         return None
     return sound[0].to(d2t.device)
@@ -107,42 +108,52 @@ class HeadRecord:
         """The tokens of a draft that every setting which the doctor tries can give; None for any number."""
         return None
 
+    @property
+    def about(self) -> str:
+        """What `info` says behind its layers."""
+        return ""
+
+    @property
+    def longest_draft(self) -> int:
+        """As `Drafter.longest_draft`."""
+        return 0
+
     def windowed(self, window: int) -> Self:
         """Return the record with a window of so many positions in every layer."""
         return replace(self, spec=replace(self.spec, windows=(window,) * self.spec.layers))
 
     def for_target(self, target: ModelSpec, name: str) -> Self:
         """Return the record with its layers, after checking that the head is for this target."""
+        usual = (target.layers,) if self.pair_fc else default_aux_layers(target.layers)
+        checked = self if self.aux_layers is not None else replace(self, aux_layers=usual)
         made_for = "" if self.verifier is None else f" (its config names {self.verifier})"
-        remedy = f"give a head of this target{made_for}"
+        for problem, remedy in checked.mismatches(target):
+            remedy = remedy or f"give a head of this target{made_for}"
+            raise CheckpointError(f"{name} {problem}", remedy=remedy)
+        return checked
+
+    def mismatches(self, target: ModelSpec) -> Iterator[tuple[str, str]]:
+        """Yield why the head is not for a target, and the remedy, "" for the usual one."""
         for what, own, of_target in (
             ("hidden size", self.target_size, target.hidden_size),
             ("vocabulary", self.spec.vocab_size, target.vocab_size),
         ):
             if own != of_target:
-                raise CheckpointError(
-                    f"{name} is for a target of {what} {own}, but the target's is {of_target}", remedy=remedy
-                )
+                yield f"is for a target of {what} {own}, but the target's is {of_target}", ""
         size = self.spec.hidden_size
         for tensor, part, has_own in (
             ("embed_tokens", "embedding", self.own_embedding),
             ("lm_head", "head", self.own_head),
         ):
             if not has_own and size != target.hidden_size:
-                raise CheckpointError(
-                    f"{name} has no {tensor}.weight, and its hidden size {size} is not that of the target's"
-                    f" {part}, {target.hidden_size}",
-                    remedy=remedy,
-                )
-        usual = (target.layers,) if self.pair_fc else default_aux_layers(target.layers)
-        aux_layers = usual if self.aux_layers is None else self.aux_layers
-        beyond = [layer for layer in aux_layers if not 0 <= layer <= target.layers]
-        if beyond:
-            raise CheckpointError(
-                f"{name} reads the target after layer {beyond[0]}, but the target has {target.layers} layers",
-                remedy=remedy,
-            )
-        return replace(self, aux_layers=aux_layers)
+                its = f"its hidden size {size} is not that of the target's {part}, {target.hidden_size}"
+                yield f"has no {tensor}.weight, and {its}", ""
+        for layer in self.aux_layers or ():
+            if not 0 <= layer <= target.layers:
+                yield f"reads the target after layer {layer}, but the target has {target.layers} layers", ""
+
+
+Record = TypeVar("Record", bound=HeadRecord)
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
@@ -153,49 +164,6 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
         (2, 16, 29)
     """
     return 2, layers // 2, layers - 3
-
-
-def config_of(place: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; an empty one where there is none that can be read."""
-    try:
-        return read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
-    except CheckpointError:
-        return {}
-
-
-def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    names = config.get("architectures")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of unquantized weights
-
-
-def has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
-
-
-def not_downloaded(head: Path) -> bool:
-    """Return whether a head is a folder of the hub's cache whose weights were not fetched."""
-    return head.is_dir() and not has_weights(head) and _pickle(head) is None and weights_to_come(head)
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raise CheckpointError where the weights in a folder are pickles alone; none is ever read."""
-    pickle = _pickle(folder)
-    if pickle is not None:
-        raise CheckpointError(
-            f"{pickle} is a pickle, which can run any program when it is read, so it is not read",
-            remedy="convert it to model.safetensors, or give a copy of the head in that format",
-        )
-
-
-def _pickle(folder: Path) -> Path | None:
-    """Return a pickle of a folder that has no weights in another format; None for other folders."""
-    if has_weights(folder):
-        return None
-    return next((file for pattern in PICKLES for file in sorted(folder.glob(pattern))), None)
 
 
 MARKOV_FORMS = ("vanilla", "gated", "rnn")
@@ -237,24 +205,26 @@ class BlockRecord(HeadRecord):
     def tried_length(self) -> int | None:
         return max(1, self.block - 1)
 
+    @property
+    def about(self) -> str:
+        return f", blocks of {self.drafts}"
+
+    @property
+    def longest_draft(self) -> int:
+        return self.drafts
+
     def windowed(self, window: int) -> Self:
         spec = replace(self.spec, windows=(window,) * self.spec.layers)
         causal = self.causal_windows if any(self.spec.windows) else self.causal
         return replace(self, spec=spec, causal_windows=causal)
 
-    def for_target(self, target: ModelSpec, name: str) -> Self:
-        checked = HeadRecord.for_target(self, target, name)
+    def mismatches(self, target: ModelSpec) -> Iterator[tuple[str, str]]:
+        yield from HeadRecord.mismatches(self, target)
         if self.target_layers not in (None, target.layers):
-            raise CheckpointError(
-                f"{name} is for a target of {self.target_layers} layers, but the target has {target.layers}",
-                remedy="give a head of this target",
-            )
-        if self.last_is_normed and target.layers in (checked.aux_layers or ()):
-            raise CheckpointError(
-                f"{name} reads the target's last state after its norm, which is not supported",
-                remedy="give a head that reads the target before its last layer",
-            )
-        return checked
+            yield f"is for a target of {self.target_layers} layers, but the target has {target.layers}", ""
+        if self.last_is_normed and target.layers in (self.aux_layers or ()):
+            remedy = "give a head that reads the target before its last layer"
+            yield "reads the target's last state after its norm, which is not supported", remedy
 
 
 def spread_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
@@ -268,3 +238,141 @@ def spread_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
         return (target_layers // 2 + 1,)
     step = (target_layers - 4) / (layers - 1)
     return tuple(round(1 + index * step) + 1 for index in range(layers))
+
+
+EMBEDDING, HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+MARKOV, CONFIDENCE = "markov_head", "confidence_head.proj"
+MAP_DTYPES = {D2T: ("I64", "I32"), T2D: ("BOOL", "U8")}
+FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of unquantized weights
+TRAINING = frozenset({"verifier_norm.weight", "verifier_lm_head.weight"})  # copies of the target's
+ONE_HEAD = "take both files from one head"
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # the stored dtype and shape of each tensor, by name
+
+
+class HeadTensors(Protocol):
+    """Gives the tensors of a head by name, those of one call joined along their first dimension."""
+
+    def load(self, shapes: Shapes) -> Tensor: ...
+
+
+class HeadSource(HeadTensors, Protocol):
+    """Gives the tensors of a head's files; it checks shapes and dtypes as `CheckpointTensors` does."""
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
+        """Return a tensor as it is stored; the caller must not keep it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles(Generic[Record]):
+    """A head whose weights are not read yet."""
+
+    folder: Path  # holds it, or is its GGUF file
+    record: Record  # what it is
+    shapes: Mapping[str, tuple[int, ...]]  # the shape of every tensor that is read, by name
+    # gives the tensors of a GGUF file; None: those of the folder
+    source: Callable[[torch.device, torch.dtype], HeadSource] | None = None
+
+    def open(self, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> HeadSource:
+        """Return the source of the tensors, which the stack closes."""
+        if self.source is not None:
+            return self.source(device, dtype)
+        return CheckpointTensors(self.folder, stack, device, dtype)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in MAP_DTYPES)
+
+
+def checked_shapes(
+    folder: Path, record: HeadRecord, headers: Headers, floats: Collection[str] = FLOATS
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that are read, after checking all headers."""
+    needed, optional = head_shapes(record, headers)
+    allowed = {**optional, **needed}
+    for name in needed:
+        if name not in headers:
+            raise CheckpointError(f"{folder} lacks tensor {name}, which its config implies", remedy=ONE_HEAD)
+    for name, (dtype, shape) in headers.items():
+        if name in TRAINING:
+            continue
+        problem, remedy = None, ONE_HEAD
+        if name not in allowed:
+            problem = "is not part of a head as its config describes it"
+        elif shape != allowed[name]:
+            problem = f"has shape {list(shape)}, but config.json implies {list(allowed[name])}"
+        elif dtype not in MAP_DTYPES.get(name, floats):
+            problem, remedy = f"is stored as {dtype}", "give the head unquantized"
+        if problem is not None:
+            raise CheckpointError(f"{folder}: tensor {name} {problem}", remedy=remedy)
+    unread = [name for name in headers if name in TRAINING or name.startswith(CONFIDENCE)]
+    return {name: shape for name, (_, shape) in headers.items() if name not in unread}
+
+
+def head_shapes(
+    record: HeadRecord, headers: Headers | None = None
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tensors that must be there, and of those that may be."""
+    spec, size, target = record.spec, record.spec.hidden_size, record.target_size
+    count = 3 if record.aux_layers is None else len(record.aux_layers)  # 3: `default_aux_layers`
+    parts: dict[str, tuple[int, ...]] = {"fc": (size, count * target)}  # the weight of each norm and product
+    biased: set[str] = set()  # products with a bias
+    optional: dict[str, tuple[int, ...]] = {
+        D2T: (record.draft_vocab_size,), T2D: (spec.vocab_size,), EMBEDDING: (spec.vocab_size, size),
+        HEAD: (record.draft_vocab_size, size),
+    }  # fmt: skip
+    if isinstance(record, BlockRecord):
+        rank, joined = record.markov_rank, size + record.markov_rank
+        parts |= {"hidden_norm": (size,), "norm": (size,)}
+        if record.markov is not None:
+            parts[f"{MARKOV}.markov_w1"] = spec.vocab_size, rank
+            parts[f"{MARKOV}.markov_w2"] = record.draft_vocab_size, rank
+        if record.markov in JOINTS:
+            name, rows, states = JOINTS[record.markov]
+            parts[name] = rows * rank, joined + states * rank
+            biased.add(name)
+        told = (headers or {}).get(f"{CONFIDENCE}.weight")
+        wide = told is not None and told[1] == (1, joined)
+        optional |= {f"{CONFIDENCE}.weight": (1, joined if wide else size), f"{CONFIDENCE}.bias": (1,)}
+    elif record.pair_fc:
+        parts["fc"] = size, 2 * size
+        optional = {name: optional[name] for name in (EMBEDDING, HEAD)} | {"fc.bias": (size,)}
+    else:
+        parts["norm"] = (size,)
+    parts |= {"input_norm": (count * target,)} if record.norm_before_fc else {}
+    parts |= {f"fc_norm.{index}": (target,) for index in range(count)} if record.fc_norm else {}
+    for index in range(spec.layers):
+        _add_layer(record, index, parts, biased)
+    needed = {f"{name}.weight": shape for name, shape in parts.items()}
+    needed |= {f"{name}.bias": parts[name][:1] for name in parts if name in biased}
+    if D2T in optional and record.draft_vocab_size != spec.vocab_size:
+        needed[D2T] = optional[D2T]
+    return needed, optional
+
+
+# form of a Markov head -> its further product, that one's outputs in ranks, and the states that it reads
+JOINTS = {"gated": (f"{MARKOV}.gate_proj", 1, 0), "rnn": (f"{MARKOV}.joint_proj", 3, 1)}
+
+
+def layer_name(record: HeadRecord, index: int) -> str:
+    return record.layer if index == 0 else f"layers.{index}"
+
+
+def _add_layer(record: HeadRecord, index: int, parts: dict[str, tuple[int, ...]], biased: set[str]) -> None:
+    """Add the norms and the products of a layer; that of EAGLE-3 which is first reads pairs."""
+    spec, name = record.spec, layer_name(record, index)
+    size, inner, attention, mlp = spec.hidden_size, spec.intermediate_size, f"{name}.self_attn", f"{name}.mlp"
+    pairs = index == 0 and not record.pair_fc and not isinstance(record, BlockRecord)
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    parts |= {f"{name}.input_layernorm": (size,)} if index or not record.pair_fc else {}
+    parts[f"{name}.post_attention_layernorm"] = (size,)
+    for each, rows in (("q", queries), ("k", keys), ("v", keys)):
+        parts[f"{attention}.{each}_proj"] = rows, 2 * size if pairs else size
+        biased |= {f"{attention}.{each}_proj"} if spec.qkv_bias else set()
+    parts[f"{attention}.o_proj"] = size, queries
+    # speculators makes q, k and v anew with the config's bias, and keeps the layer's own o_proj
+    biased |= {f"{attention}.o_proj"} if spec.output_bias else set()
+    shapes = {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}
+    parts |= {f"{mlp}.{each}_proj": shape for each, shape in shapes.items()}
+    biased |= {f"{mlp}.{each}_proj" for each in shapes} if spec.mlp_bias else set()
+    parts |= {f"{name}.hidden_norm": (size,)} if pairs else {}
+    parts |= {f"{attention}.{each}_norm": (spec.head_dim,) for each in "qk"} if spec.head_norms else {}

@@ -1,7 +1,6 @@
 """Write a head in published formats: SpecForge's, which SGLang reads, speculators', for vLLM, and z-lab's.
 
-`eagle3_files` and `block_files` read what is written here into the same record, whatever a reader's defaults
-are.
+`configs` reads what is written here into the same record, whatever a reader's defaults are.
 """
 
 from __future__ import annotations
@@ -16,34 +15,28 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from foredraft.drafters.heads.block_files import DFLASH
-from foredraft.drafters.heads.eagle3_files import (
+from foredraft.drafters.heads.configs import (
     AUX_LAYERS,
-    CONFIG,
-    D2T,
     EAGLE,
-    EMBEDDING,
     FLAGS,
-    HEAD,
     LAYER,
     OF_THE_HEAD,
+    SPECULATOR,
     SPECULATORS,
-    T2D,
-    Eagle3Files,
     read_eagle3,
 )
-from foredraft.drafters.heads.head_asset import with_settings
-from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
+from foredraft.drafters.heads.head_asset import DFLASH
+from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, BlockRecord, HeadRecord, draft_ids
+from foredraft.drafters.heads.settings import with_settings
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import read_json
-from foredraft.model.safetensors_file import SafetensorsFile
-from foredraft.model.spec import ModelSpec, with_dtype
+from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
+from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.tensor_names import EMBEDDING as TARGETS_EMBEDDING
 from foredraft.model.weights import read_tensors
 
-WEIGHTS = "model.safetensors"
 PLANNED = 3  # tokens of a draft where the head does not say: what vLLM's guides propose
 
 
@@ -80,11 +73,7 @@ def specforge_config(
 
 
 def speculators_config(
-    body: Mapping[str, Any],
-    record: HeadRecord,
-    verifier: str,
-    architectures: list[str],
-    dtype: torch.dtype,
+    body: Mapping[str, Any], record: HeadRecord, verifier: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
     assert record.aux_layers is not None
     proposal = {
@@ -96,9 +85,9 @@ def speculators_config(
             "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
             "speculators_version": "0.9.0", **_of_the_head(record), AUX_LAYERS: list(record.aux_layers),
             "tie_word_embeddings": False, LAYER: dict(body),
-            "speculators_config": {
+            SPECULATOR: {
                 "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
-                "verifier": {"name_or_path": verifier, "architectures": architectures},
+                "verifier": verifier,
             },
         },
         dtype,
@@ -121,7 +110,8 @@ def head_config(
     if record.format != SPECULATORS:
         return specforge_config(body, record, target.spec.eos_token_ids, dtype)
     architectures = target.source.config.get("architectures") or [target.spec.architecture]
-    return speculators_config(body, record, str(target.source), architectures, dtype)
+    verifier = {"name_or_path": str(target.source), "architectures": architectures}
+    return speculators_config(body, record, verifier, dtype)
 
 
 def speculators_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +124,7 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(folder) as new:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
+        (new / SINGLE).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -159,66 +149,46 @@ class StoredHead:
 
 def read_stored_head(folder: Path, target: Checkpoint, option: str = "draft") -> StoredHead:
     files, settings = with_settings(read_eagle3(folder), target.spec)
-    record = files.record
+    record, first, tensors = files.record, f"{files.record.layer}.", dict[str, Tensor]()
     if settings.window is not None:
         raise ConfigError(
             f"whose settings have a window of {settings.window} positions, which no format of a head holds",
             option=option, value=str(folder), remedy="remove foredraft-head.json",
         )  # fmt: skip
-    tensors = _tensors(files)
-    maps = [tensors.pop(name, None) for name in (D2T, T2D)]
-    draft_vocab = draft_ids(
-        str(folder), record.draft_vocab_size, record.spec.vocab_size,
-        *(None if each is None else each.long() for each in maps),
-    )  # fmt: skip
+    for path in sorted(folder.glob("*.safetensors")):
+        with SafetensorsFile(path) as file:
+            for name in filter(files.shapes.__contains__, file.tensors):
+                own = f"midlayer.{name.removeprefix(first)}" if name.startswith(first) else name
+                tensors[own] = file.get_tensor(name).clone()
+    d2t, t2d = (None if name not in tensors else tensors.pop(name).long() for name in (D2T, T2D))
+    draft_vocab = draft_ids(str(folder), record.draft_vocab_size, record.spec.vocab_size, d2t, t2d)
     if not record.own_embedding:
         tensors.pop(EMBEDDING, None)
     if not record.own_head:
-        rows = _rows_of(target)
-        tensors[HEAD] = rows if draft_vocab is None else rows[draft_vocab]
+        name = f"{TARGETS_EMBEDDING}.weight" if target.spec.tied else HEAD
+        found = read_tensors(target.source, name.__eq__)
+        if name not in found:
+            raise CheckpointError(f"{target.source} has no {name} that a head could take over")
+        tensors[HEAD] = found[name] if draft_vocab is None else found[name][draft_vocab]
         record = replace(record, own_head=True)
     if draft_vocab is not None:
         tensors |= maps_of(draft_vocab, record)
     return StoredHead(record, _body(folder, record), tensors, draft_vocab)
 
 
-def _tensors(files: Eagle3Files) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(files.folder.glob("*.safetensors")):
-        with SafetensorsFile(path) as file:
-            found |= {name: file.get_tensor(name).clone() for name in file.tensors if name in files.shapes}
-    first = f"{files.record.layer}."
-    return {
-        f"midlayer.{name.removeprefix(first)}" if name.startswith(first) else name: tensor
-        for name, tensor in found.items()
-    }
-
-
 def _body(folder: Path, record: HeadRecord) -> dict[str, Any]:
     """Return the config of the layers, with what the settings changed."""
     config = read_json(folder / CONFIG)
-    own = dict(
-        config.get(LAYER) or {name: value for name, value in config.items() if name not in OF_THE_HEAD}
-    )
+    layers = config.get(LAYER) or config
+    own = {name: value for name, value in layers.items() if name not in OF_THE_HEAD}
     own.setdefault("model_type", "llama")
-    theta = record.spec.rope.theta
-    parameters = own.get("rope_parameters")
+    theta, parameters = record.spec.rope.theta, own.get("rope_parameters")
     if isinstance(parameters, dict):
         own["rope_parameters"] = {**parameters, "rope_theta": theta}
     else:
         own["rope_theta"] = theta
-    own = {name: value for name, value in own.items() if name not in OF_THE_HEAD}
     assert ModelSpec.from_hf(own).rope == record.spec.rope
     return own
-
-
-def _rows_of(target: Checkpoint) -> Tensor:
-    """Return the weight of the target's head, as it is stored."""
-    name = f"{TARGETS_EMBEDDING}.weight" if target.spec.tied else HEAD
-    found = read_tensors(target.source, name.__eq__)
-    if name not in found:
-        raise CheckpointError(f"{target.source} has no {name} that a head could take over")
-    return found[name]
 
 
 def qwen3_body(target: ModelSpec, layers: int, positions: int) -> dict[str, Any]:

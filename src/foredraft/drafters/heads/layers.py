@@ -1,0 +1,244 @@
+"""What heads share: their weights as layers beside a target's, passes, and the drafters over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.drafter import DraftPass
+from foredraft.drafters.asset import Found
+from foredraft.drafters.heads.record import (
+    D2T,
+    EMBEDDING,
+    HEAD,
+    MAP_DTYPES,
+    T2D,
+    HeadFiles,
+    HeadRecord,
+    HeadTensors,
+    Record,
+    draft_ids,
+    layer_name,
+    map_of,
+)
+from foredraft.drafters.heads.settings import described_head, with_settings
+from foredraft.drafters.states import WaitingReader
+from foredraft.model.attention import ForwardContext, PassShape, build_context, rope_tables
+from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.checkpoint import Checkpoint, Shapes
+from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.memory import upload
+from foredraft.model.rope import Rope
+from foredraft.model.runner import Runner
+from foredraft.model.runner.compiled import pack
+from foredraft.model.runner.native import fits, is_native, pack_native
+from foredraft.model.spec import ModelSpec, Plan
+
+Head = TypeVar("Head")
+
+ATTENDED = 64  # attended lengths are multiples of it, so that operators see few shapes
+
+
+@dataclass(frozen=True, slots=True)
+class PairNorm:
+    """The norms that enter the first layer: of the embedding and of the state, side by side."""
+
+    embedding: RMSNorm
+    state: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        embedding, state = x.chunk(2, -1)
+        return torch.cat([self.embedding(embedding), self.state(state)], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBuilder:
+    """Builds a head of its tensors: of a file to decode with, or of parameters to train."""
+
+    record: HeadRecord  # the head
+    shapes: Shapes  # the shape of each of its tensors, by name
+    tensors: HeadTensors  # gives them
+    target: Decoder  # the target's decoder
+    product: Callable[[Tensor, Tensor | None], Product]  # makes a linear layer of weight [M, K] and bias [M]
+    draft_vocab: (
+        Tensor | None
+    )  # the target's ids that it can draft, [draft_vocab]; None where it can draft all
+    projections: Callable[[HeadBuilder, Sequence[str]], Product] | None = (
+        None  # joins q, k and v; None: in one
+    )
+
+    def load(self, names: Sequence[str]) -> Tensor:
+        return self.tensors.load({name: self.shapes[name] for name in names})
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.load([f"{name}.weight"]), self.record.spec.norm_eps)
+
+    def norm_if_there(self, name: str) -> RMSNorm | None:
+        return self.norm(name) if f"{name}.weight" in self.shapes else None
+
+    def linear(self, *names: str) -> Product:
+        """Return one linear layer, joined from the named ones."""
+        weight = self.load([f"{name}.weight" for name in names])
+        has_bias = f"{names[0]}.bias" in self.shapes
+        return self.product(weight, self.load([f"{name}.bias" for name in names]) if has_bias else None)
+
+    def layers(self) -> tuple[Layer, ...]:
+        return tuple(self._layer(layer_name(self.record, index)) for index in range(self.record.spec.layers))
+
+    def _layer(self, name: str) -> Layer:
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        norm, state_norm = (
+            self.norm_if_there(f"{name}.{each}") for each in ("input_layernorm", "hidden_norm")
+        )
+        if norm is not None and state_norm is not None:
+            norm = cast(RMSNorm, PairNorm(norm, state_norm))
+        projections = [f"{attention}.{each}_proj" for each in "qkv"]
+        return Layer(
+            Attention(
+                norm=cast(RMSNorm, norm),
+                qkv=self.projections(self, projections) if self.projections else self.linear(*projections),
+                output=self.linear(f"{attention}.o_proj"),
+                q_norm=self.norm_if_there(f"{attention}.q_norm"),
+                k_norm=self.norm_if_there(f"{attention}.k_norm"),
+            ),
+            MLP(
+                norm=self.norm(f"{name}.post_attention_layernorm"),
+                gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=self.linear(f"{mlp}.down_proj"),
+            ),
+        )
+
+    def output(self) -> Product:
+        """Return the head: its own, or the target's rows of its draft vocabulary."""
+        if self.record.own_head:
+            return self.linear(HEAD.removesuffix(".weight"))
+        decoder, ids = self.target, self.draft_vocab
+        head = decoder.output
+        if ids is None:
+            return head
+        if is_native(head):
+            return self.product(head.rows(ids), None)
+        return self.product(decoder.embedding_rows(ids) if decoder.spec.tied else head.dense()[ids], None)
+
+    def embedding(self) -> Tensor | None:
+        """Return its own embedding; None where that is the target's, to the bit, or is not there."""
+        if not self.record.own_embedding:
+            return None
+        own, decoder = self.load([EMBEDDING]), self.target
+        if own.shape[1] != decoder.spec.hidden_size:
+            return own
+        ids = torch.arange(len(own), device=own.device)
+        same = all(torch.equal(decoder.embedding_rows(part), own[part]) for part in torch.split(ids, 4096))
+        return None if same else own
+
+
+def packed_product(target: Runner, weight: Tensor, bias: Tensor | None = None) -> Product:
+    """Return a weight [out, in] as a product by the kernels where they run the target, else by operators."""
+    if target.by_kernels and fits(weight.dtype, weight.shape[1]):
+        return pack_native(weight, bias)
+    return pack(weight, bias)
+
+
+def load_head(files: HeadFiles[Record], target: Runner, build: Callable[[HeadBuilder], Head]) -> Head:
+    """Return a head that is built of its files, whose weights are read in the target's dtype."""
+    decoder, record = target.decoder, files.record
+    with ExitStack() as stack:
+        tensors = files.open(stack, decoder.device, decoder.dtype)
+        d2t, t2d = (
+            tensors.view(name, files.shapes[name], MAP_DTYPES[name]).long().clone()
+            if name in files.shapes
+            else None
+            for name in (D2T, T2D)
+        )
+        draft_vocab = draft_ids(
+            str(files.folder), record.draft_vocab_size, record.spec.vocab_size, d2t, t2d,
+            absolute=record.absolute_d2t,
+        )  # fmt: skip
+        product = partial(packed_product, target)
+        return build(HeadBuilder(record, files.shapes, tensors, decoder, product, draft_vocab))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCache:
+    """A head's cache and its rotary tables."""
+
+    kv: KVCache
+    tables: dict[Rope, Tensor]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, kv: KVCache) -> Self:
+        return cls(kv, rope_tables(spec, kv.stored, kv.device, kv.dtype))
+
+    def context(
+        self, spec: ModelSpec, width: int, length: int, starts: Sequence[int], counts: Sequence[int],
+        first_row: int = 0,
+    ) -> ForwardContext:  # fmt: skip
+        """Return what the layers of a pass share: `width` columns a row, of which `counts` [B] are real."""
+        batch, kv = len(starts), self.kv
+        places = [start if count else kv.scratch for start, count in zip(starts, counts, strict=True)]
+        columns = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+        real = None if len(columns) == batch * width else upload(columns, kv.device)
+        shape = PassShape(
+            first_row=first_row, batch=batch, columns=width, queries=width, length=length, span=None,
+            apart=False, plan=Plan.full(spec.layers), start=0, stop=spec.layers,
+        )  # fmt: skip
+        return build_context(spec, self.tables, kv, shape, upload(places, kv.device), real)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass(DraftPass):
+    """A pass that has a cache of its own."""
+
+    # that cache, by the rows and the positions that are timed
+    scratch: dict[tuple[int, int], HeadCache] = field(default_factory=dict, kw_only=True, repr=False)
+
+    def scratch_of(self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False) -> HeadCache:
+        """Return a cache beside the given one; the last one is kept."""
+        key = cache.rows, cache.positions
+        if key not in self.scratch:
+            self.scratch.clear()
+            self.scratch[key] = HeadCache.of(spec, cache.aligned(spec, blocked=blocked))
+        return self.scratch[key]
+
+
+class HeadDrafter(WaitingReader):
+    """An autoregressive drafter over a head with caches of its own, and the target's states."""
+
+    read_files: Callable[[Path], HeadFiles[Any]]  # reads the head of a folder or a GGUF file
+    load: Callable[[HeadFiles[Any], Runner], Any]  # reads its weights
+
+    def __init__(
+        self, target: Runner, cache: KVCache, head: Any, planned: int | None, *, blocked: bool = False
+    ) -> None:
+        record = head.record
+        assert record.aux_layers is not None, "a record that was checked for a target has its layers"
+        super().__init__(record.aux_layers)
+        self.head, self.planned, self.vocabulary = head, planned, map_of(head.draft_vocab, target.decoder)
+        first, *others = self.specs(record)
+        self.cache = cache.aligned(first, blocked=blocked)
+        self.caches = self.own = (self.cache, *(cache.aligned(spec) for spec in others))
+        self._own = HeadCache.of(first, self.cache)
+
+    @classmethod
+    def specs(cls, record: HeadRecord) -> tuple[ModelSpec, ...]:
+        """Return the specs of its caches; the first is that of its layers."""
+        return (record.spec,)
+
+    @classmethod
+    def found(cls, place: Path, target: Checkpoint) -> Found:
+        files, settings = with_settings(cls.read_files(place), target.spec)
+        record = files.record
+        return Found(
+            bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
+            longest_draft=record.longest_draft, about=described_head(files, settings),
+            specs=cls.specs(record), dtype=target.dtype,
+            build=lambda parts: cls(parts.target, parts.cache, cls.load(files, parts.target), record.planned),
+        )  # fmt: skip
