@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from foredraft.constraints.factory import ConstraintFactory
 
 from benchmarks.soak import Soak, settled
 from foredraft import SamplingParams
+from foredraft.constraints import ConstraintFactory
 from foredraft.decode.engine import Engine
 from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.llm import LLM

@@ -25,7 +25,7 @@ from foredraft.bench.machine_record import Memory, model_record
 from foredraft.bench.measurement import mean_log_probability, measure_costs
 from foredraft.decode.engine_target import SILENT
 from foredraft.decode.policy.cost_table import CostTable
-from foredraft.kinds import POLICIES
+from foredraft.kinds.tables import POLICIES
 from foredraft.loading.checkpoints import make_policy
 from foredraft.model.source import ModelSource, resolve
 from foredraft.profiling import profile

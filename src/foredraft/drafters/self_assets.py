@@ -26,10 +26,10 @@ from foredraft.drafters.asset import (
 from foredraft.drafters.heads.head_asset import config_of
 from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import Checkpoint
-from foredraft.model.lora.lora_config import is_lora
 from foredraft.model.memory import as_gib
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import unserved_because
+from foredraft.model.spec import is_lora
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
 if TYPE_CHECKING:
