@@ -23,7 +23,7 @@ from foredraft.constraints.banned import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.drafters.suffix import Suffix
+from foredraft.drafters.lookup import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.loaded import Loaded, RequestPolicies

@@ -17,7 +17,7 @@ LOSSES = {
     "reverse-kl": "KL divergence of the target from the drafter",
     "tv": "total variation: the probability of a rejection",
     "lk": "kl while the drafter is far from the target, tv once it is near",
-}  # name -> what it is, for the help; `losses` has the functions
+}  # name -> what it is, for the help; `students` has the functions
 # Values of an option.
 ANY = option(Value())
 COUNT = option(Whole("a whole number, 1 or more", 1, math.inf))
