@@ -14,7 +14,8 @@ from hypothesis import given
 
 import foredraft
 from foredraft.decode.sequence import Finish
-from foredraft.drafters import suffix as module
+from foredraft.drafters import lookup as module
+from foredraft.drafters.lookup import CONTEXT, LONGEST_DRAFT, Suffix, agreed
 from foredraft.drafters.recent_texts import (
     LONGEST_MATCH,
     OCCURRENCES,
@@ -24,7 +25,6 @@ from foredraft.drafters.recent_texts import (
     TextIndex,
     TextsFile,
 )
-from foredraft.drafters.suffix import CONTEXT, LONGEST_DRAFT, Suffix, agreed
 from foredraft.errors import ConfigError, RequestError
 from tests.support import checkpoints
 from tests.support.harness import request

@@ -28,7 +28,21 @@ from tests.support.hub_client import Client
 from tests.support.hub_server import Repository, serving
 from tests.support.loaded import engine_of
 from tests.support.medusa import FORMATS, save_medusa
-from tests.support.refused_heads import check_pickle, check_refused
+
+
+def check_refused(target: Path, head: Path, message: str, drafter: str | None = None) -> None:
+    with pytest.raises(foredraft.CheckpointError) as refusal:
+        foredraft.load(target, draft=head, drafter=drafter, device="cpu")
+    assert message in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
+
+
+def check_pickle(target: Path, file: Path, remedy: str, drafter: str | None = None) -> None:
+    ran = file.parent / "ran"
+    file.write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
+    with pytest.raises(foredraft.CheckpointError, match=f"is a pickle.*{remedy}"):
+        foredraft.load(target, draft=file.parent, drafter=drafter, device="cpu")
+    assert not ran.exists()
+
 
 Arrays = dict[str, np.ndarray]
 LOAD: dict[str, Any] = {"policy": "fixed", "device": "cpu", "max_batch": 1, "max_length": 64}

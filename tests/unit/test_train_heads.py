@@ -33,7 +33,6 @@ GAMMA = 3
 
 @dataclass(frozen=True)
 class Kind:
-    train: Callable[..., Any]
     options: type
     given: dict[str, Any]
     student: Callable[[Path, FrozenTarget], Any]
@@ -41,12 +40,11 @@ class Kind:
 
 KINDS = {
     "eagle3": Kind(
-        trainers.train,
         Eagle3Options,
         {"taps": (2, 3), "draft_length": GAMMA},
         lambda head, target: eagle3_student(head, target, GAMMA, 0.8),
     ),
-    "dflash": Kind(trainers.train, DFlashOptions, {"layers": 1, "taps": (1, 2), "block": 4}, block_student),
+    "dflash": Kind(DFlashOptions, {"layers": 1, "taps": (1, 2), "block": 4}, block_student),
 }
 
 
@@ -67,7 +65,7 @@ def train(
 ) -> None:
     given = {**QUICK, "steps": 8, "draft_vocabulary": 60, **KINDS[kind].given, **more}
     options = KINDS[kind].options(data=(data,), work=folder / "work", out=folder / "head", **given)
-    KINDS[kind].train(options, str(model), report=report, device="cpu", dtype="float32")
+    trainers.train(options, str(model), report=report, device="cpu", dtype="float32")
 
 
 def same(one: Path, other: Path) -> bool:

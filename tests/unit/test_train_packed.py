@@ -19,9 +19,17 @@ from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.runner import Runner
 from foredraft.model.tensor_names import written
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors
-from foredraft.train import losses
-from foredraft.train.losses import FUNCTIONS, mixture, overlap
-from foredraft.train.students import AdapterStudent, DraftStudent, Parameters, Student, trained_norm
+from foredraft.train import students as losses
+from foredraft.train.students import (
+    FUNCTIONS,
+    AdapterStudent,
+    DraftStudent,
+    Parameters,
+    Student,
+    mixture,
+    overlap,
+    trained_norm,
+)
 from foredraft.train.target import Document, FrozenTarget, Packed, PackedPass
 from foredraft.train.training_options import LOSSES, parse_loss
 from tests.support.checkpoints import FAMILIES, save_checkpoint

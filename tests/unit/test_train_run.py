@@ -23,8 +23,7 @@ from foredraft.drafters.kangaroo import Kangaroo, read_adapter
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors
 from foredraft.train import trainers
-from foredraft.train.losses import overlap
-from foredraft.train.students import AdapterStudent
+from foredraft.train.students import AdapterStudent, overlap
 from foredraft.train.target import Document, FrozenTarget, Packed
 from foredraft.train.training_options import AdapterOptions, DraftOptions
 from tests.support.checkpoints import save_checkpoint

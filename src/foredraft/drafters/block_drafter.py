@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self, cast
 
 import torch
@@ -249,15 +249,8 @@ class Chain:
         return logits
 
 
-@dataclass(frozen=True, slots=True)
 class BlockPass(TimedPass):
-    """A draft over contexts that mean nothing: its first step runs the block."""
-
-    head: BlockHead = field(kw_only=True)
-
-    @property
-    def described(self) -> str:
-        return repr(self.head.record)
+    """Its first step runs the block."""
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft:
         batch, record = len(inputs.starts), self.head.record

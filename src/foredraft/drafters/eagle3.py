@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -237,15 +237,10 @@ def load_eagle3(files: HeadFiles[HeadRecord], target: Runner) -> Eagle3Head:
     return head.by_kernels() if target.by_kernels else head
 
 
-@dataclass(frozen=True, slots=True)
 class HeadPass(TimedPass):
-    """The forward of a draft step over states that mean nothing."""
+    """A draft step over pairs."""
 
-    head: Eagle3Head = field(kw_only=True)
-
-    @property
-    def described(self) -> str:
-        return repr(self.head.record)
+    head: Eagle3Head
 
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         batch, spec = len(starts), self.head.record.spec

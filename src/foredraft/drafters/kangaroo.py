@@ -191,12 +191,6 @@ def adapter_spec(target: ModelSpec) -> ModelSpec:
     return replace(target.plain_layer(), quantisation=None)
 
 
-def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the memory of an adapter's weights, those of a reduced head included."""
-    head = 0 if config.draft_vocabulary is None else config.draft_vocabulary * target.hidden_size
-    return (layer_parameters(adapter_spec(target), mlp=config.kind == WITH_MLP) + head) * dtype.itemsize
-
-
 def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter:
     decoder = target.decoder
     layer, norm = load_layer(
@@ -309,8 +303,10 @@ class Kangaroo(WaitingReader):
 
 def found(folder: Path, config: AdapterConfig, target: Checkpoint, about: str) -> Found:
     """Return an adapter that was found for a target."""
+    head = 0 if config.draft_vocabulary is None else config.draft_vocabulary * target.spec.hidden_size
+    weights = layer_parameters(adapter_spec(target.spec), mlp=config.kind == WITH_MLP) + head
     return Found(
-        bytes=adapter_bytes(config, target.spec, target.dtype), planned=config.max_draft, about=about,
+        bytes=weights * target.dtype.itemsize, planned=config.max_draft, about=about,
         specs=(adapter_spec(target.spec),), dtype=target.dtype,
         build=lambda parts: Kangaroo(
             parts.target, parts.cache, load_adapter(folder, config, parts.target)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foredraft.drafters.asset import AssetSearch, hash_of_base, say_made_for_base
+from foredraft.drafters.asset import AssetSearch, any_kept, hash_of_base, say_made_for_base
 from foredraft.drafters.skips import Skips, is_skips
 from foredraft.drafters.strict_records import ABOVE_0, MEASURED, Bound, Count, StrictRecord
 from foredraft.errors import ConfigError, shortened
@@ -170,6 +170,8 @@ def given_plan(search: AssetSearch) -> PlanFile | Skips | None:
 def kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
     """Return the plan kept for the target, if any; an unusable one is left out with a warning."""
     needed, source = search.needed and draft_weights is None, search.target.source
+    if not any_kept("plans"):
+        return None
     try:
         found = find_plan(model_hash(source), draft_weights)
         if found is None and (hash := hash_of_base(source, model_hash)) is not None:

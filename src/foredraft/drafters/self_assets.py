@@ -33,32 +33,9 @@ from foredraft.model.spec import is_lora
 from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
 if TYPE_CHECKING:
-    from foredraft.drafters.plan_files import ChosenPlan, PlanFile
-    from foredraft.drafters.skips import Skips
+    from foredraft.drafters.plan_files import ChosenPlan
 
 logger = logging.getLogger(__name__)
-
-
-def _given_plan(search: AssetSearch) -> PlanFile | Skips | None:
-    if search.options["plan"] is None:
-        return None
-    from foredraft.drafters.plan_files import given_plan
-
-    return given_plan(search)
-
-
-def _fitting_plan(plan: PlanFile | Skips, search: AssetSearch, *, warn: bool) -> ChosenPlan:
-    from foredraft.drafters.plan_files import fitting_plan
-
-    return fitting_plan(plan, search, warn=warn)
-
-
-def _kept_plan(search: AssetSearch, draft_weights: str | None = None) -> ChosenPlan | None:
-    if not any_kept("plans"):
-        return None
-    from foredraft.drafters.plan_files import kept_plan
-
-    return kept_plan(search, draft_weights)
 
 
 class PlanAsset(Asset):
@@ -69,16 +46,21 @@ class PlanAsset(Asset):
     )
 
     def find(self, search: AssetSearch) -> Found | Missing:
-        given = _given_plan(search)
-        if given is None and not search.weights_here:
-            return Missing("has a kept plan or none: the weights that tell are not downloaded")
-        if getattr(given, "draft_weights", None) is not None:
-            return self.missing  # it is a plan of a copy in few bits, whose drafter uses or refuses it
-        plan = _kept_plan(search) if given is None else _fitting_plan(given, search, warn=True)
-        if plan is None:
-            return self.missing
+        if search.options["plan"] is None:
+            if not search.weights_here:
+                return Missing("has a kept plan or none: the weights that tell are not downloaded")
+            if not any_kept("plans"):
+                return self.missing
+        from foredraft.drafters import plan_files
         from foredraft.drafters.layer_skip import LayerSkip
 
+        given = plan_files.given_plan(search)
+        if isinstance(given, plan_files.PlanFile) and given.draft_weights is not None:
+            return self.missing  # it is a plan of a copy in few bits, whose drafter uses or refuses it
+        fitting = plan_files.fitting_plan
+        plan = plan_files.kept_plan(search) if given is None else fitting(given, search, warn=True)
+        if plan is None:
+            return self.missing
         kept, skips, planned = "kept " if given is None else "", plan.skips, plan.max_draft
         return Found(
             planned=planned, about=f"the {kept}plan {skips}",
@@ -107,8 +89,12 @@ class CopyAsset(Asset):
 
     def find(self, search: AssetSearch) -> Found | Missing:
         asked = search.options["draft_weights"]
-        weights, given = asked or DEFAULT_COPY, _given_plan(search)
-        planned_for = getattr(given, "draft_weights", None)
+        if search.options["plan"] is None and not search.needed and asked is None:
+            return self._offered(search)
+        from foredraft.drafters import plan_files
+
+        weights, given = asked or DEFAULT_COPY, plan_files.given_plan(search)
+        planned_for = given.draft_weights if isinstance(given, plan_files.PlanFile) else None
         if planned_for not in (None, weights if search.needed else None):
             raise ConfigError(
                 f"is for drafter low-bit in {planned_for}", option="plan",
@@ -121,9 +107,9 @@ class CopyAsset(Asset):
             raise ConfigError(f"but {reason}", option=option.name, value=option.value, remedy="leave it out")
         plan = None
         if given is None:
-            plan = _kept_plan(search, weights)
+            plan = plan_files.kept_plan(search, weights)
         elif search.needed:  # else it is the target's; a plan of either is doubted by the target's drafter
-            plan = _fitting_plan(given, search, warn=planned_for is not None)
+            plan = plan_files.fitting_plan(given, search, warn=planned_for is not None)
         return _copy(search, BITS[weights], plan)
 
     def _offered(self, search: AssetSearch) -> Found | Missing:
@@ -140,7 +126,9 @@ class CopyAsset(Asset):
             copies = SHARE * coded_copy_bytes(target.spec, bits)
             ample = sizes[0] >= LEAST and copies <= search.free_memory() - sum(sizes)
             if ample and _no_kernels_because(search) is None:
-                return _copy(search, bits, _kept_plan(search, DEFAULT_COPY), offered=True)
+                from foredraft.drafters import plan_files
+
+                return _copy(search, bits, plan_files.kept_plan(search, DEFAULT_COPY), offered=True)
 
         def why() -> str | None:
             reason = _unfit_because(search, bits)

@@ -21,7 +21,7 @@ from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, ConstraintFactory, LRU
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.drafters.suffix import Suffix
+from foredraft.drafters.lookup import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output, Piece, Stream

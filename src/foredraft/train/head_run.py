@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from foredraft.drafters.heads.configs import (
     FIRST_LAYERS,
@@ -22,6 +21,7 @@ from foredraft.drafters.heads.head_asset import is_dflash, is_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, default_aux_layers, spread_aux_layers
 from foredraft.drafters.heads.settings import with_settings
 from foredraft.drafters.heads.writing import (
+    StoredHead,
     head_config,
     llama_body,
     qwen3_body,
@@ -41,16 +41,6 @@ from foredraft.train.students import Student
 from foredraft.train.target import step_weights
 from foredraft.train.texts import frequent_tokens
 from foredraft.train.training_options import DFlashOptions, Eagle3Options
-
-
-@dataclass(frozen=True, slots=True)
-class StartingHead:
-    """A head before its training."""
-
-    record: HeadRecord  # what it is, in the format in which it will be written
-    body: Mapping[str, Any]  # the config of its layer
-    draft_vocab: Sequence[int] | None = None  # the ids that it has logits for; None for all
-    tensors: Mapping[str, Tensor] | None = None  # its weights; None draws them
 
 
 def check_eagle3(options: Eagle3Options, target: Checkpoint, hash: str) -> None:
@@ -83,15 +73,16 @@ def begin_eagle3(options: Eagle3Options, prepared: Prepared) -> Trainee:
     target, checkpoint = prepared.target, prepared.checkpoint
     start = _published(options.from_head, checkpoint) if options.from_head else _new(prepared, options)
     student = Eagle3Student(
-        start.record, target.decoder, target.head_weight, vocabulary=start.draft_vocab,
-        steps=options.draft_length, decay=options.decay, seed=options.seed, start=start.tensors,
+        start.record, target.decoder, target.head_weight,
+        vocabulary=None if start.draft_vocab is None else start.draft_vocab.tolist(),
+        steps=options.draft_length, decay=options.decay, seed=options.seed, start=start.tensors or None,
     )  # fmt: skip
     config = head_config(start.body, start.record, checkpoint, checkpoint.dtype)
     return _trainee(student, _weights(student), prepared, options.out, config)
 
 
-def _new(prepared: Prepared, options: Eagle3Options) -> StartingHead:
-    """Return a head of the usual form for the target."""
+def _new(prepared: Prepared, options: Eagle3Options) -> StoredHead:
+    """Return a head of the usual form for the target, without weights."""
     spec, documents = prepared.target.spec, prepared.batches.documents
     ids = frequent_tokens(documents, options.draft_vocabulary, spec)
     body = llama_body(spec, max(len(document.ids) for document in documents))
@@ -99,17 +90,17 @@ def _new(prepared: Prepared, options: Eagle3Options) -> StartingHead:
         spec=ModelSpec.from_hf(body), target_size=spec.hidden_size, format=OTHERS, layer=FIRST_LAYERS[OTHERS],
         draft_vocab_size=spec.vocab_size if ids is None else len(ids), aux_layers=_layers(spec, options),
     )  # fmt: skip
-    return StartingHead(record, body, ids)
+    return StoredHead(record, body, {}, None if ids is None else torch.tensor(ids))
 
 
-def _published(folder: Path, target: Checkpoint) -> StartingHead:
+def _published(folder: Path, target: Checkpoint) -> StoredHead:
     """Return a head that was checked. It embeds with the target's embedding from now on."""
     head = read_stored_head(folder, target, "from_head")
-    format, tensors, ids = OTHERS, head.tensors, head.draft_vocab
+    format, tensors = OTHERS, head.tensors
     if specforge_lacks(head.record) is not None:
         format, tensors = SPECULATORS, speculators_names(tensors)
     record = replace(head.record, format=format, layer=FIRST_LAYERS[format], own_embedding=False)
-    return StartingHead(record, head.body, None if ids is None else ids.tolist(), tensors)
+    return replace(head, record=record, tensors=tensors)
 
 
 def _layers(target: ModelSpec, options: Eagle3Options) -> tuple[int, ...]:

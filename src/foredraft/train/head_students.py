@@ -31,8 +31,7 @@ from foredraft.drafters.heads.writing import maps_of
 from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import Linear, RMSNorm
-from foredraft.train.losses import CHUNK, Compare, by_chunks
-from foredraft.train.students import Accept, Parameters, Student
+from foredraft.train.students import CHUNK, Accept, Compare, Parameters, Student, by_chunks
 from foredraft.train.target import Packed, PackedPass, rotated
 
 

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigError
-from foredraft.train.losses import Rows, mixture, overlap
 from foredraft.train.processes import Processes
-from foredraft.train.students import Student
+from foredraft.train.students import Rows, Student, mixture, overlap
 from foredraft.train.target import Batches, Document, FrozenTarget, KeptStates, Packed
 from foredraft.train.training_checkpoints import Journal, TrainingCheckpoints, TrainingProgress
 from foredraft.train.training_options import TrainOptions, parse_loss

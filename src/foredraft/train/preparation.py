@@ -209,7 +209,7 @@ class RunKey:
         files = {str(file): _digest(file, "data") for file in options.data}
         files |= {str(file): _digest(file, "validation") for file in options.validation}
         settings = {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_RUN}
-        if (head := options.starting_head) is not None:
+        if (head := getattr(options, "from_head", None)) is not None:
             parts = [file for file in sorted(head.glob("*.*")) if file.suffix in (".json", ".safetensors")]
             files |= {str(file): _digest(file, "from_head") for file in parts}
             settings["head_settings"] = read_settings(head).given  # they may lie elsewhere

@@ -106,9 +106,11 @@ def _by_windows(
             spans.append(span)
         if spans[-1][1] != len(whole):
             return None
+        # the last reply, that in the middle, that in the middle before it, and so on
+        last = len(replies) - 1
+        places = [last >> halving for halving in range(last.bit_length())]
         agree = all(
-            _by_whole_texts(chat, messages, replies[place], whole) == spans[place]
-            for place in _halves(len(replies))
+            _by_whole_texts(chat, messages, replies[place], whole) == spans[place] for place in places
         )
     except RequestError:  # some templates refuse a conversation that begins in its middle
         return None
@@ -133,15 +135,6 @@ def _next_span(chat: ChatTemplate, window: Sequence[Any], since: int, end: int, 
     start = end + len(before) - len(former)
     fits = whole.startswith(after[len(former) :], end)
     return (start, start + len(after) - len(before)) if fits else None
-
-
-def _halves(count: int) -> list[int]:
-    """Return the last place, that in the middle, that in the middle before it, and so on."""
-    places, place = [], count - 1
-    while place:
-        places.append(place)
-        place //= 2
-    return places
 
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)

@@ -37,10 +37,9 @@ from foredraft.model.weights import layer_parameters, layer_tensors, read_tensor
 from foredraft.model.wrappers import text_config_of
 from foredraft.train.head_run import begin_dflash, begin_eagle3, check_dflash, check_eagle3
 from foredraft.train.loop import OnProgress, TrainingRun, Validation
-from foredraft.train.losses import overlap
 from foredraft.train.preparation import Asked, Prepared, Trainee, check_out, prepare
 from foredraft.train.processes import joined
-from foredraft.train.students import AdapterStudent, DraftStudent
+from foredraft.train.students import AdapterStudent, DraftStudent, overlap
 from foredraft.train.target import Batches, Packed, step_weights
 from foredraft.train.texts import frequent_tokens
 from foredraft.train.training_checkpoints import TrainingProgress

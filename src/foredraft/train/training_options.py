@@ -17,7 +17,7 @@ LOSSES = {
     "reverse-kl": "KL divergence of the target from the drafter",
     "tv": "total variation: the probability of a rejection",
     "lk": "kl while the drafter is far from the target, tv once it is near",
-}  # name -> what it is, for the help; `losses` has the functions
+}  # name -> what it is, for the help; `students` has the functions
 # Values of an option.
 ANY = option(Value())
 COUNT = option(Whole("a whole number, 1 or more", 1, math.inf))
@@ -70,9 +70,8 @@ class TrainOptions:
     steps: int = field(default=2000, metadata=COUNT)
     step_tokens: int = field(default=16384, metadata=COUNT)
     group_tokens: int | None = field(default=None, metadata=COUNT)
-    learning_rate: float = field(
-        default=1e-3, metadata=POSITIVE
-    )  # falls to a tenth of it at the end, along a cosine
+    # it falls to a tenth of it at the end, along a cosine
+    learning_rate: float = field(default=1e-3, metadata=POSITIVE)
     warm_up: int = field(default=100, metadata=WHOLE)
     weight_decay: float = field(default=0.0, metadata=AMOUNT)
     clip: float = field(default=1.0, metadata=POSITIVE)
@@ -83,11 +82,6 @@ class TrainOptions:
     seed: int = field(default=0, metadata=WHOLE)
     work: Path | None = field(default=None, metadata=ANY)
     fresh: bool = field(default=False, metadata=ANY)
-
-    @property
-    def starting_head(self) -> Path | None:
-        """The head that the training starts from; None where the target and the seed decide."""
-        return None
 
     def check(self) -> None:
         """Raise ConfigError where a value cannot be honoured."""
@@ -148,16 +142,12 @@ class DraftOptions(TrainOptions):
     def check(self) -> None:
         TrainOptions.check(self)
         if self.from_layers and len(self.from_layers) != self.layers:
-            raise ConfigError(
-                f"names {len(self.from_layers)} layers, but the draft model has {self.layers}",
-                option="from_layers", remedy="name one for each layer",
-            )  # fmt: skip
+            problem = f"names {len(self.from_layers)} layers, but the draft model has {self.layers}"
+            raise ConfigError(problem, option="from_layers", remedy="name one for each layer")
         sizes = self.hidden_size, self.intermediate_size, self.heads, self.kv_heads
         if self.from_layers and sizes != (None,) * 4:
-            raise ConfigError(
-                "needs layers of the target's own sizes", option="from_layers",
-                remedy="leave it out, or leave the sizes as they are",
-            )  # fmt: skip
+            problem, remedy = "needs layers of the target's own sizes", "leave the sizes as they are"
+            raise ConfigError(problem, option="from_layers", remedy=f"leave it out, or {remedy}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,18 +173,12 @@ class Eagle3Options(TrainOptions):
     decay: float = field(default=0.8, metadata=SHARE)
     from_head: Path | None = field(default=None, metadata=ANY)
 
-    @property
-    def starting_head(self) -> Path | None:
-        return self.from_head
-
     def check(self) -> None:
         TrainOptions.check(self)
         if self.from_head is not None and (self.taps or self.draft_vocabulary is not None):
-            raise ConfigError(
-                "which has its own layers and draft vocabulary", option="from_head",
-                value=str(self.from_head),
-                remedy=("leave out ", Option("taps"), " and ", Option("draft_vocabulary")),
-            )  # fmt: skip
+            problem, value = "which has its own layers and draft vocabulary", str(self.from_head)
+            remedy = ("leave out ", Option("taps"), " and ", Option("draft_vocabulary"))
+            raise ConfigError(problem, option="from_head", value=value, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

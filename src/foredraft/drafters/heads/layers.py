@@ -195,10 +195,15 @@ class HeadCache:
 
 @dataclass(frozen=True, slots=True)
 class TimedPass(DraftPass):
-    """A pass that has a cache of its own."""
+    """The pass of a head over states that mean nothing, with a cache of its own."""
 
+    head: Any = field(kw_only=True)
     # that cache, by the rows and the positions that are timed
     scratch: dict[tuple[int, int], HeadCache] = field(default_factory=dict, kw_only=True, repr=False)
+
+    @property
+    def described(self) -> str:
+        return repr(self.head.record)
 
     def scratch_of(self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False) -> HeadCache:
         """Return a cache beside the given one; the last one is kept."""

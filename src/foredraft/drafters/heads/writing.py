@@ -72,28 +72,6 @@ def specforge_config(
     )  # fmt: skip
 
 
-def speculators_config(
-    body: Mapping[str, Any], record: HeadRecord, verifier: dict[str, Any], dtype: torch.dtype
-) -> dict[str, Any]:
-    assert record.aux_layers is not None
-    proposal = {
-        "proposal_type": "greedy", "speculative_tokens": record.planned or PLANNED, "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }  # fmt: skip
-    return with_dtype(
-        {
-            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0", **_of_the_head(record), AUX_LAYERS: list(record.aux_layers),
-            "tie_word_embeddings": False, LAYER: dict(body),
-            SPECULATOR: {
-                "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
-                "verifier": verifier,
-            },
-        },
-        dtype,
-    )  # fmt: skip
-
-
 def specforge_lacks(record: HeadRecord) -> str | None:
     """Return what of a head SpecForge's files do not say, or SGLang does not compute; None for nothing."""
     if record.spec.head_norms:
@@ -109,9 +87,24 @@ def head_config(
     """Return the config.json of a head in its record's format; arguments as `specforge_config`."""
     if record.format != SPECULATORS:
         return specforge_config(body, record, target.spec.eos_token_ids, dtype)
+    assert record.aux_layers is not None
     architectures = target.source.config.get("architectures") or [target.spec.architecture]
-    verifier = {"name_or_path": str(target.source), "architectures": architectures}
-    return speculators_config(body, record, verifier, dtype)
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": record.planned or PLANNED, "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }  # fmt: skip
+    return with_dtype(
+        {
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0", **_of_the_head(record), AUX_LAYERS: list(record.aux_layers),
+            "tie_word_embeddings": False, LAYER: dict(body),
+            SPECULATOR: {
+                "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+                "verifier": {"name_or_path": str(target.source), "architectures": architectures},
+            },
+        },
+        dtype,
+    )  # fmt: skip
 
 
 def speculators_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
