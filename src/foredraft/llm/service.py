@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from foredraft.decode.draft_choice import has_drafters
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
@@ -225,10 +224,10 @@ class EngineThread:
 
     def _profile(self) -> None:
         """Measure costs unless loading did: the default drafter may be none, and requests name policies."""
-        waiting = self.engine.scheduler.waiting
-        if not self.engine.rows.sequences and has_drafters(waiting):
-            for policy in {sequence.policy for sequence in waiting if sequence.drafters}:
-                use_profile(self.engine, policy=policy)
+        if self.engine.rows.sequences:
+            return
+        for policy in {each.policy for each in self.engine.scheduler.waiting if each.drafters}:
+            use_profile(self.engine, policy=policy)
 
     def _report(self, sequence: Sequence, progress: Report) -> None:
         done = total = len(sequence.prompt) - 1
