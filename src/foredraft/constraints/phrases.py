@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import re
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.constraints.token_table import TokenTable
+from foredraft.decode.text_buffer import Automaton
 
 BLOCK = 64
 FIRST_BITS = {2: 0x1F, 3: 0x0F, 4: 0x07}  # length of a character in bytes -> bits of its first byte
@@ -123,8 +123,8 @@ class PhraseState(NamedTuple):
     pending: bytes = b""
 
 
-class PhraseAutomaton:
-    """Finds patterns in a growing text."""
+class PhraseAutomaton(Automaton):
+    """Finds banned phrases in a growing text."""
 
     def __init__(self, phrases: Seq[str], symbols: Symbols, endings: Seq[str] = ()) -> None:
         self.symbols = symbols  # how text becomes symbols
@@ -137,38 +137,13 @@ class PhraseAutomaton:
                 if not symbols.of(ending).startswith(BOUNDARY)
             }
         self.patterns = sorted(patterns)  # all patterns, sorted
-        self.depth, self.shortest, self.fallback = [0], [0], [ROOT]
-        self._next: list[dict[str, int]] = [{}]
-        for pattern in self.patterns:
-            node = ROOT
-            for symbol in pattern:
-                if symbol not in self._next[node]:
-                    self._next[node][symbol] = len(self._next)
-                    self._next.append({})
-                    self.depth.append(self.depth[node] + 1)
-                    self.shortest.append(0)
-                    self.fallback.append(ROOT)
-                node = self._next[node][symbol]
-            self.shortest[node] = len(pattern)
-        self._link()
+        super().__init__(self.patterns)
+        self.shortest = [0] * len(
+            self.depth
+        )  # of a node: the length of the shortest pattern that it ends with
+        for node in self.ordered:
+            self.shortest[node] = self.shortest[self.fallback[node]] or len(self.ends.get(node, ""))
         self.start = PhraseState(self.step(ROOT, BOUNDARY) if symbols.whole_words else ROOT)
-
-    def _link(self) -> None:
-        """Set every node's fallback, and the shortest pattern that ends with it."""
-        queue = deque([ROOT])
-        while queue:
-            node = queue.popleft()
-            for symbol, child in self._next[node].items():
-                queue.append(child)
-                self.fallback[child] = ROOT if node == ROOT else self.step(self.fallback[node], symbol)
-                self.shortest[child] = self.shortest[self.fallback[child]] or self.shortest[child]
-
-    def step(self, node: int, symbol: str) -> int:
-        while (child := self._next[node].get(symbol)) is None:
-            if node == ROOT:
-                return ROOT
-            node = self.fallback[node]
-        return child
 
     def walk(self, node: int, symbols: str) -> int:
         for symbol in symbols:
