@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.decode.text_buffer import Automaton
 from foredraft.model.byte_codec import ByteCodec
 
 CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
@@ -140,7 +141,7 @@ class ThinkingTokens:
     def __init__(self, texts: Sequence[bytes], opens: str, closes: str, ends: Collection[int]) -> None:
         self._texts, self._ends = texts, list(ends)
         self._opens, self._closes = opens.encode(), closes.encode()
-        self._fallbacks = _fallbacks(self._closes)
+        self._marker = Automaton([self._closes.decode("latin-1")])  # of bytes; a node is how many were read
         self._masks: dict[ThinkingPlace, Tensor] = {}
         closing = self._closes[-1]
         self._closing = [token for token, text in enumerate(texts) if closing in text]
@@ -171,9 +172,7 @@ class ThinkingTokens:
     def _thought(self, read: int, text: bytes) -> ThinkingPlace | None:
         """Return where a text stands after further bytes of thinking."""
         for at, byte in enumerate(text, start=1):
-            while read and self._closes[read] != byte:
-                read = self._fallbacks[read]
-            read += self._closes[read] == byte
+            read = self._marker.step(read, chr(byte))
             if read == len(self._closes):
                 rest = text[at:]
                 return ThinkingPlace(Phase.BREAK, len(rest)) if _breaks(rest, len(rest)) else None
@@ -201,14 +200,3 @@ class ThinkingTokens:
 def _breaks(text: bytes, breaks: int) -> bool:
     """Return whether a text is line breaks alone, and no more of them have come than may."""
     return not text.strip(LINE_BREAK) and breaks <= LINE_BREAKS
-
-
-def _fallbacks(marker: bytes) -> list[int]:
-    """Return the failure function of a marker (Knuth, Morris and Pratt 1977, "Fast pattern matching")."""
-    found = [0, 0]
-    for at in range(1, len(marker)):
-        read = found[at]
-        while read and marker[read] != marker[at]:
-            read = found[read]
-        found.append(read + (marker[read] == marker[at]))
-    return found
