@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.constraints import token_table
 from foredraft.constraints.combined import AfterThinking
 from foredraft.constraints.phrases import ROOT, Move, PhraseAutomaton, PhraseState, TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
@@ -305,9 +304,7 @@ CONSTRAINTS = {
         "the content may begin as the marker does",
         0,
     ): [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
-    repeating_marker: [
-        ("a marker begun again is missed", token_table._fallbacks, changed(lambda found: [0] * len(found)))
-    ],
+    repeating_marker: [("a marker begun again is missed", PhraseAutomaton.step, without_failure_links)],
 }
 
 MUTANTS = caught_by(TRANSFORMS, CONSTRAINTS)
