@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,7 +18,7 @@ from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
 from foredraft.model.tokenizer import Detokenizer, Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
 from tests.support.mutation import Mutant, assert_caught, defect
-from tests.support.mutations import around, changed, holding
+from tests.support.mutations import around, holding
 
 Function = Callable[..., Any]
 LETTERS = "ab"
@@ -159,15 +158,16 @@ def first_token_ignored(look: Function, buffer: TextBuffer, token: int) -> None:
 
 step_without_fallback = around(
     lambda step, automaton, node, character: step(
-        automaton, node if node is not None and character in node.next else None, character
+        automaton, node if character in automaton._next[node] else 0, character
     )
 )
 
 
-def own_string_alone(node: text_buffer._Node) -> text_buffer._Node:
-    """Forget a stop string that is complete within a longer prefix."""
-    is_own = node.complete is not None and len(node.complete) == node.depth
-    return node if is_own else replace(node, complete=None)
+@around
+def own_strings_alone(make: Function, automaton: StopAutomaton, strings: tuple[str, ...]) -> None:
+    """Forget the stop strings that are complete within a longer prefix."""
+    make(automaton, strings)
+    automaton.complete = [automaton.ends.get(node) for node in range(len(automaton.depth))]
 
 
 last_piece_trimmed = around(lambda trimmed, pieces, surplus: [*pieces[:-1], *trimmed(pieces[-1:], surplus)])
@@ -184,13 +184,13 @@ def definition() -> None:
 
 line_break = test_a_line_break_of_a_byte_token_stops_at_once
 EARLY = holding(lambda buffer, *_: (buffer, "_early", 0))
-OPEN, STEP = text_buffer._Node.open, StopAutomaton.step
+OPEN, STEP = StopAutomaton.open, StopAutomaton.step
 MUTANTS = [
     defect("found a token after it is complete", TextBuffer._look, first_token_ignored, definition),
     defect("the automaton does not fall back", STEP, step_without_fallback, definition),
-    defect("a stop string inside another is missed", STEP, changed(own_string_alone), definition),
-    defect("what may begin a stop string is shown", OPEN, lambda _: lambda node: 0, definition),
-    defect("one character too many is held", OPEN, lambda sound: lambda node: sound(node) + 1, definition),
+    defect("a stop string inside another is missed", StopAutomaton.__init__, own_strings_alone, definition),
+    defect("what may begin a stop string is shown", OPEN, lambda _: lambda *node: 0, definition),
+    defect("one character too many is held", OPEN, lambda sound: lambda *node: sound(*node) + 1, definition),
     defect("complete too early, and counted later", TextBuffer._scan, EARLY, definition),
     defect("only the last token's text is cut", text_buffer._trimmed, last_piece_trimmed, definition),
     defect("bytes looked at when their run ends", Detokenizer.pending, lambda _: lambda _: "", line_break),

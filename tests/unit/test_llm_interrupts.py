@@ -15,7 +15,8 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams
-from foredraft.llm.service import EngineThread, Request
+from foredraft.llm.output import Request
+from foredraft.llm.service import EngineThread
 from tests.support import checkpoints
 from tests.support.interrupting import LLM_FOLDER, LOCKS, InterruptAt, handler_of_sigint
 from tests.support.loaded import between_steps, engine_of

@@ -16,9 +16,9 @@ import foredraft
 from foredraft import LLM, RequestError, SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
-from foredraft.llm.output import TextStreamer
+from foredraft.llm.output import AHEAD, TextStreamer
 from foredraft.llm.requests import Submission
-from foredraft.llm.service import AHEAD, Service, StreamEvent
+from foredraft.llm.service import Service, StreamEvent
 from tests.support import checkpoints
 from tests.support.loaded import between_steps, engine_of
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections import deque
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from foredraft.decode.text_buffer import Automaton
 
 FIRST_BITS = {2: 0x1F, 3: 0x0F, 4: 0x07}  # length of a character in bytes -> bits of its first byte
 LEAST = {2: 0x80, 3: 0x800, 4: 0x10000}  # the first code point of that length
@@ -103,8 +104,8 @@ class PhraseState(NamedTuple):
     pending: bytes = b""
 
 
-class PhraseAutomaton:
-    """Finds patterns in a growing text."""
+class PhraseAutomaton(Automaton):
+    """Finds banned phrases in a growing text."""
 
     def __init__(self, phrases: Seq[str], symbols: Symbols, endings: Seq[str] = ()) -> None:
         self.symbols = symbols  # how text becomes symbols
@@ -113,45 +114,18 @@ class PhraseAutomaton:
             ends = [end for ending in endings if not (end := symbols.of(ending)).startswith(BOUNDARY)]
             patterns |= {pattern[:-1] + end for pattern in [*patterns] for end in ends}
         self.patterns = sorted(patterns)
-        self.depth, self.shortest, self.fallback = [0], [0], [ROOT]
-        self.below = [range(len(self.patterns))]  # of each node, the patterns that begin as it does
-        self._next: list[dict[str, int]] = [{}]
+        super().__init__(self.patterns)
+        self.below = [range(0)] * len(self.depth)  # of each node, the patterns that begin as it does
         for place, pattern in enumerate(self.patterns):
-            self._insert(place, pattern)
-        self._link()
+            node = ROOT
+            for symbol in pattern:
+                node = self._next[node][symbol]
+                self.below[node] = range(self.below[node].start if self.below[node] else place, place + 1)
+        self.below[ROOT] = range(len(self.patterns))
+        self.shortest = [0] * len(self.depth)  # of each node, the length of the shortest pattern it ends with
+        for node in self.ordered:
+            self.shortest[node] = self.shortest[self.fallback[node]] or len(self.ends.get(node, ""))
         self.start = PhraseState(self.step(ROOT, symbols.edge) if symbols.whole_words else ROOT)
-
-    def _insert(self, place: int, pattern: str) -> None:
-        node = ROOT
-        for symbol in pattern:
-            child = self._next[node].get(symbol)
-            if child is None:
-                child = self._next[node][symbol] = len(self._next)
-                self._next.append({})
-                self.depth.append(self.depth[node] + 1)
-                self.shortest.append(0)
-                self.fallback.append(ROOT)
-                self.below.append(range(place, place))
-            node = child
-            self.below[node] = range(self.below[node].start, place + 1)
-        self.shortest[node] = len(pattern)
-
-    def _link(self) -> None:
-        """Set every node's fallback, and the shortest pattern that ends with it."""
-        queue = deque([ROOT])
-        while queue:
-            node = queue.popleft()
-            for symbol, child in self._next[node].items():
-                queue.append(child)
-                self.fallback[child] = ROOT if node == ROOT else self.step(self.fallback[node], symbol)
-                self.shortest[child] = self.shortest[self.fallback[child]] or self.shortest[child]
-
-    def step(self, node: int, symbol: str) -> int:
-        while (child := self._next[node].get(symbol)) is None:
-            if node == ROOT:
-                return ROOT
-            node = self.fallback[node]
-        return child
 
     def walk(self, node: int, symbols: str) -> int:
         for symbol in symbols:

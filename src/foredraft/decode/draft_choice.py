@@ -7,7 +7,7 @@ like any draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
 from foredraft.decode.policy import Candidates, Decision, Policy
@@ -28,11 +28,6 @@ class JumpForward(ModelFreeDrafter):
         ]
 
 
-def has_drafters(sequences: Iterable[Sequence]) -> bool:
-    """Return whether any sequence has a drafter; without one, the policy neither decides nor learns."""
-    return any(sequence.drafters for sequence in sequences)
-
-
 def choose_drafts(
     sequences: list[Sequence],
     idle: list[bool],
@@ -43,7 +38,7 @@ def choose_drafts(
 ) -> tuple[list[int], list[str | None], list[int]]:
     """Return each row's budget (0: a plain step), its drafter, and its siblings at most; [B] each."""
     drafts: list[tuple[int, str | None, int]] = [(0, None, 0)] * len(sequences)
-    if has_drafters(sequences):
+    if any(sequence.drafters for sequence in sequences):  # without one, the policy has nothing to decide
         rows = [
             Candidates(sequence, {}, idle=True)
             if is_idle

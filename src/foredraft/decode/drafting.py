@@ -1,16 +1,17 @@
 """Drafting: each row's draft of a round, and the one draft loop.
 
-The loop transforms an autoregressive drafter's logits, draws, keeps q and asks the policy, so q is the
-distribution that the token was drawn from, and no drawn token is dropped. An autoregressive drafter may
-take all steps in one call, by the same noise, where nothing has to look at a token before the next one is
-drawn.
+A step of the loop transforms an autoregressive drafter's logits, draws and keeps q, or is one call of the
+drafter that draws the same tokens. The policy is asked, so no drawn token is dropped. All steps may be one
+call where nothing has to look at a token before the next one is drawn; such a call masks its first step
+alone, so under a constraint its draft counts only if masks at every step would have given it, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
 from foredraft.decode.engine_target import SILENT, Observer
-from foredraft.decode.noise import DRAFT, DrawKeys, HashedKeys, Noise
+from foredraft.decode.noise import DRAFT, HashedKeys, Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.round_draft import (
     Draft,
@@ -32,7 +33,7 @@ from foredraft.decode.round_draft import (
     pad_rows,
     with_siblings,
 )
-from foredraft.decode.step_draws import FusedDrafting, StepDraws, StepLogits, draw, hashed, next_in_draw
+from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed, next_in_draw
 from foredraft.model.memory import HOST, upload
 from foredraft.model.runner import DraftInputs, Resume
 
@@ -91,25 +92,80 @@ def _step_draft(
     """Draft by single steps, or by one call where that gives the same tokens."""
     budgets = [budget if is_own else 0 for budget, is_own in zip(inputs.budgets, rows, strict=True)]
     first = DraftInputs(*_catch_up(drafter, rows, inputs, tools.observer), budgets)
-    by_one_call = _fused_draft if inputs.device.type in HOST else _captured_draft
-    return by_one_call(drafter, first, inputs, tools) or _draft_loop(drafter, first, inputs, tools)
+    by_calls = _fused_draft if inputs.device.type in HOST else _captured_draft
+    draft = by_calls(drafter, first, inputs, tools)
+    if draft is None:
+        draft = _draft_loop(drafter, first, inputs, tools, _by_logits(drafter, first, inputs, tools))
+    assert draft is not None, "a step by logits is always possible"
+    return draft
+
+
+class _Step(NamedTuple):
+    """What a draft step gave in all rows."""
+
+    token: Tensor  # [B, 1] int64
+    q: Distribution  # at one position
+    drawable: Tensor  # [B, 1] bool, the row's token counts
+    finite: Tensor  # [B, 1] bool, the row's logits are finite
+    further: Tensor | None  # [B, 1, M] next in the draw, for siblings
+    logits: Tensor | None = None  # [B, 1, V] for the policy, where it may end a draft by them
+
+
+# Takes step j after a token of each row [B, 1], or None before the first; with positions, and the steps
+# and constraints so far. None: single calls of the drafter cannot give it.
+_Take: TypeAlias = Callable[[int, Tensor | None, list[int], "_Steps", Walks | None], _Step | None]
 
 
 def _draft_loop(
-    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
-) -> Draft:
-    """The one draft loop: step, transform, draw, ask the policy."""
-    sequences, device, policy = inputs.sequences, inputs.device, tools.policy
+    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools, take: _Take
+) -> Draft | None:
+    """The one draft loop: take a step, ask the policy; None where the steps cannot be taken so."""
+    sequences, policy, token = inputs.sequences, tools.policy, None
     starts, budgets = list(first.starts), list(first.lengths)
-    steps, choices = _Steps(budgets, device), choices_of(budgets, inputs.siblings)
+    steps, choices = _Steps(budgets, inputs.device), choices_of(budgets, inputs.siblings)
     walks = _walks(budgets, inputs)
-    samples = not (tools.greedy or inputs.table.all_greedy)
-    keys: DrawKeys | None = None
+    for j in range(max(budgets)):
+        found = take(j, token, starts, steps, walks)
+        if found is None:
+            break
+        token, q, drawable, logits = found.token, found.q, found.drawable, found.logits
+        may_draw = None if logits is None else policy.may_draw(sequences, j, q, logits)
+        if may_draw is not None:
+            drawable = drawable & may_draw[:, None]
+        steps.add(token, q, drawable, found.finite)
+        if found.further is not None:
+            steps.further.append(F.pad(found.further, (0, choices[0] - choices[j]), value=-1))
+        if j + 1 == max(budgets):
+            break
+        go_on = None if logits is None else policy.go_on(sequences, j, q, logits)
+        steps.advance(go_on, walks, vetoed=may_draw is not None)
+        if all(steps.stopped):
+            break
+        read = [1] * len(starts) if j else map(len, first.tokens)
+        starts = [start + count for start, count in zip(starts, read, strict=True)]
+    if walks is not None:
+        walks.undo()
+    if found is None:
+        return None
+    draft = steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
+    if choices:
+        draft = with_siblings(draft, torch.cat(steps.further, 1), budgets, inputs.siblings)
+    return draft
+
+
+def _by_logits(
+    drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
+) -> _Take:
+    """Return steps that transform the drafter's logits and draw."""
+    device, choices = inputs.device, choices_of(first.lengths, inputs.siblings)
+    samples, keys = not (tools.greedy or inputs.table.all_greedy), None
     if samples:
         keys = tools.hashed_keys(inputs) if tools.noise.uses_gumbel_argmax else inputs.noise
-    tokens, counts = upload(pad_rows(first.tokens), device, torch.int64), [len(own) for own in first.tokens]
-    drafter.expect(budgets)
-    for j in range(max(budgets)):
+    drafter.expect(list(first.lengths))
+
+    def take(j: int, token: Tensor | None, starts: list[int], steps: _Steps, walks: Walks | None) -> _Step:
+        counts = [1] * len(starts) if j else [len(own) for own in first.tokens]
+        tokens = upload(pad_rows(first.tokens), device, torch.int64) if token is None else token
         at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
         logits = drafter.step(tokens, starts, counts, steps.stopped, at)[:, None]  # [B, 1, V]
         if tools.temperature != 1:
@@ -120,35 +176,40 @@ def _draft_loop(
             logits, inputs.table, masks, penalties, keys and keys.column(j), tools.noise, tools.greedy
         )
         found = (tools.replays if samples else ONCE).run(draw, step, logits, tools.noise)
-        q, token, drawable = found.q, found.token, found.drawable
-        may_draw = policy.may_draw(sequences, j, q, logits) if policy.stops_by_content else None
-        if may_draw is not None:
-            drawable = drawable & may_draw[:, None]
-        steps.add(token, q, drawable, found.sound)
-        if j < len(choices):
-            steps.further.append(next_in_draw(step, found, choices[j]))
-        if j + 1 == max(budgets):
-            break
-        go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
-        steps.advance(go_on, walks, vetoed=may_draw is not None)
-        if all(steps.stopped):
-            break
-        starts = [start + count for start, count in zip(starts, counts, strict=True)]
-        tokens, counts = token, [1] * len(sequences)
-    if walks is not None:
-        walks.undo()
-    draft = steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
-    if choices:
-        widest = choices[0]
-        further = [F.pad(each, (0, widest - each.shape[2]), value=-1) for each in steps.further]
-        draft = with_siblings(draft, torch.cat(further, 1), budgets, inputs.siblings)
-    return draft
+        further = next_in_draw(step, found, choices[j]) if j < len(choices) else None
+        seen = logits if tools.policy.stops_by_content else None
+        return _Step(found.token, found.q, found.drawable, found.sound, further, seen)
+
+    return take
+
+
+def _fused_steps(drafter: AutoregressiveDrafter, first: DraftInputs) -> _Take:
+    """Return steps that are calls of the drafter, for drafts whose every step is masked."""
+
+    def take(
+        j: int, token: Tensor | None, starts: list[int], steps: _Steps, walks: Walks | None
+    ) -> _Step | None:
+        fused = drafter.fused_draft(
+            DraftInputs(
+                first.tokens if token is None else token.tolist(), starts,
+                [int(not stopped) for stopped in steps.stopped],
+                None if first.sampling is None else first.sampling.step(j),
+                None if walks is None else walks.allowed(), choices=first.choices[j : j + 1],
+            )
+        )  # fmt: skip
+        if fused is None:
+            return None
+        drawable, ids = fused.finite & (fused.tokens >= 0), fused.tokens.clamp_min(0)
+        q = Distribution(ids=ids) if fused.probs is None else Distribution(fused.probs)
+        return _Step(ids, q, drawable, fused.finite, fused.further)
+
+    return take
 
 
 def _fused_draft(
     drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools
 ) -> Draft | None:
-    """Return the draft of the loop by one call of the drafter; None where its steps have to be single."""
+    """Return the draft by calls of the drafter that draw; None where its steps have to give logits."""
     table = inputs.table
     if tools.policy.stops_by_content or inputs.penalty_context is not None or table.edits_logits:
         return None
@@ -162,8 +223,51 @@ def _fused_draft(
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
     own = replace(first, sampling=sampling, choices=choices_of(first.lengths, inputs.siblings))
-    fused = FusedDrafting(drafter, own, _walks(first.lengths, inputs), inputs.siblings)
-    return fused.all_steps() or fused.single_steps()
+    walks = _walks(first.lengths, inputs)
+    draft = _in_one_call(drafter, own, walks, inputs.siblings)
+    if draft is None and walks is not None:
+        draft = _draft_loop(drafter, own, inputs, tools, _fused_steps(drafter, own))
+    return draft
+
+
+def _in_one_call(
+    drafter: AutoregressiveDrafter, inputs: DraftInputs, walks: Walks | None, siblings: Seq[int]
+) -> Draft | None:
+    """Return the draft by one call; None also where a mask of a later step would change a draw."""
+    budgets, samples = inputs.lengths, inputs.sampling is not None
+    if walks is not None:
+        masks = [] if walks.narrow else walks.allowed()
+        if walks.narrow or (samples and any(mask is not None for mask in masks)):
+            return None
+        inputs = replace(inputs, allowed=masks)
+    fused = drafter.fused_draft(inputs)
+    if fused is None:
+        return None
+    lengths, nonfinite = list[int](), list[bool]()
+    rows = zip(fused.tokens.tolist(), fused.finite.tolist(), budgets, strict=True)
+    for row, (ids, finite, budget) in enumerate(rows):
+        length, goes_on = 0, True
+        while goes_on and length < budget and finite[length] and ids[length] >= 0:
+            mask = None if walks is None else walks.mask(row)
+            if walks is not None and mask is not None and (samples or not bool(mask[ids[length]])):
+                walks.undo()
+                drafter.resume()  # of a draft that is taken back
+                return None
+            length += 1
+            goes_on = walks is None or length == budget or walks.goes_on(row, ids[length - 1])
+        lengths.append(length)
+        nonfinite.append(goes_on and length < budget and not finite[length])
+    if walks is not None:
+        walks.undo()
+    tokens = fused.tokens[:, : max(lengths)]
+    if lengths != budgets:
+        beyond = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+        tokens = tokens.masked_fill(beyond, 0)
+    q = Distribution(ids=tokens) if fused.probs is None else Distribution(fused.probs[:, : tokens.shape[1]])
+    faults = torch.tensor(nonfinite) if any(nonfinite) else None
+    on_device, resume = lengths_tensor(tuple(lengths), tokens.device), drafter.resume()
+    draft = Draft(tokens, on_device, q, resume and resume.fit(tokens.shape[1] + 1), faults, lengths)
+    return draft if fused.further is None else with_siblings(draft, fused.further, budgets, siblings)
 
 
 def _captured_draft(

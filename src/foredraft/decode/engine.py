@@ -24,7 +24,6 @@ from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine_target import (
     SILENT,
     Observer,
-    Target,
     abandon_round,
     memory_message,
     nonfinite_message,
@@ -43,7 +42,7 @@ from foredraft.decode.stats import Round
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.memory import upload
-from foredraft.model.runner import Forward
+from foredraft.model.runner import Forward, Runner
 from foredraft.workers import operators_alone
 
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
@@ -54,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,  # runs the model whose output counts
+        target: Runner,  # runs the model whose output counts
         cache: KVCache,  # the target's KV cache
         policy: Policy,  # decides about drafts. It may be replaced while no sequence has a row
         drafters: Mapping[str, Drafter],

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal, Protocol, TypeAlias, Unpack
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,39 +25,9 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.memory import upload
-from foredraft.model.runner import Forward, PassOptions, next_chunk
+from foredraft.model.runner import Runner, next_chunk
 
 logger = logging.getLogger(__name__)
-
-
-class Target(Protocol):
-    """The part of `model.runner.Runner` that the engine uses."""
-
-    max_queries: int  # longest [pending, *draft] that one pass takes
-    chunk: int  # prefill is cut at multiples of it
-
-    @property
-    def by_kernels(self) -> bool: ...  # whether the C kernels run its passes, with threads of their own
-
-    @property
-    def takes_leaves(self) -> bool: ...  # whether a pass may have leaves
-
-    def forward(
-        self,
-        cache: KVCache,
-        tokens: Tensor,
-        starts: list[int],
-        *,
-        idle: Seq[bool] | None = None,
-        counts: list[int] | None = None,
-        **options: Unpack[PassOptions],
-    ) -> Forward: ...
-
-    def prefill(
-        self, cache: KVCache, row: int, tokens: list[int], start: int, *, aux_layers: Seq[int] = ()
-    ) -> Forward: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
 
 
 # A step is one call of `Engine.step`; the other phases lie within it.
@@ -154,7 +124,7 @@ def score_chunk(
 
 def prefill_chunk(
     sequence: Sequence,
-    target: Target,
+    target: Runner,
     cache: KVCache,
     drafters: Seq[Drafter],
     *,

@@ -183,7 +183,9 @@ class SamplingTable:
             return None if all(v == off for v in values) else upload(values, device, dtype)
 
         cuts = [NO_CUTS if p.greedy else p for p in params]  # argmax survives every cut
-        judged = [p.judged for p in params]
+        judged, any_penalty = [p.judged for p in params], any(p.penalised for p in params)
+        penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        bounds = [math.nan if p.bound is None else p.bound for p in params]
         is_judge = all(one is own for one, own in zip(judged, params, strict=True))
         return cls(
             greedy=column([p.greedy for p in params], False, torch.bool),
@@ -195,11 +197,11 @@ class SamplingTable:
             min_p=column([p.min_p for p in cuts], 0.0),
             typical_p=column([p.typical_p for p in cuts], 1.0),
             cut=column([p.top_p < 1 or p.min_p > 0 for p in cuts], False, torch.bool),
-            penalties=_penalties(params, device),
+            penalties=upload(penalties, device, torch.float32).T if any_penalty else None,
             bias=Bias.of(params, device),
             bar=Bar.of(params, ends, device),
-            bound=_bound(params, device),
-            bounded=all(p.bound is not None for p in params),
+            bound=upload(bounds, device, torch.float32) if not all(map(math.isnan, bounds)) else None,
+            bounded=not any(map(math.isnan, bounds)),
             judge=None if is_judge else cls.of(judged, device, ends, vocab_ops),
             vocab_ops=vocab_ops,
         )
@@ -222,20 +224,6 @@ class SamplingTable:
             return replace(self, bar=None)
         repetition = self.penalties * upload([[1.0], [0.0], [0.0]], self.penalties.device)
         return replace(self, penalties=repetition, bar=None)
-
-
-def _penalties(params: Seq[SamplingParams], device: torch.device) -> Tensor | None:
-    if not any(p.penalised for p in params):
-        return None
-    rows = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
-    return upload(rows, device, torch.float32).T
-
-
-def _bound(params: Seq[SamplingParams], device: torch.device) -> Tensor | None:
-    bounds = [p.bound for p in params]
-    if all(bound is None for bound in bounds):
-        return None
-    return upload([math.nan if bound is None else bound for bound in bounds], device, torch.float32)
 
 
 def distribution_of(

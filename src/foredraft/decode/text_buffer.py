@@ -9,9 +9,8 @@ act behind the thinking.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -22,46 +21,57 @@ from foredraft.model.tokenizer import Detokenizer
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Node:
-    next: dict[str, _Node] = field(default_factory=dict)
-    fallback: _Node | None = None
-    depth: int = 0
-    complete: str | None = None
+class Automaton:
+    """Finds patterns in a growing text, a symbol at a time (Aho and Corasick 1975).
 
-    @property
-    def open(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        node = self
-        while not node.next and node.fallback is not None:  # complete, but too early to count
-            node = node.fallback
-        return node.depth
+    A node is the longest beginning of a pattern that the text ends with; node 0 is the empty one.
+    """
 
-
-class StopAutomaton:
-    """Finds where any of several strings is complete, one character at a time (Aho and Corasick 1975)."""
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self.start = _Node()
-        for string in strings:
-            node = self.start
-            for character in string:
-                node = node.next.setdefault(character, _Node(depth=node.depth + 1))
-            node.complete = string
-        queue = deque([self.start])
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.depth, self.fallback = [0], [0]  # of a node: its length; the longest node that it ends with
+        self.ends: dict[int, str] = {}  # the pattern that a node is as a whole
+        self.ordered: list[int] = []  # all nodes but the first, each behind its fallback
+        self._next: list[dict[str, int]] = [{}]
+        for pattern in patterns:
+            node = 0
+            for symbol in pattern:
+                if symbol not in self._next[node]:
+                    self._next[node][symbol] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[node] + 1)
+                    self.fallback.append(0)
+                node = self._next[node][symbol]
+            self.ends[node] = pattern
+        queue = deque([0])
         while queue:
             node = queue.popleft()
-            for character, child in node.next.items():
+            for symbol, child in self._next[node].items():
                 queue.append(child)
-                child.fallback = self.start if node is self.start else self.step(node.fallback, character)
-                child.complete = child.complete or child.fallback.complete
+                self.ordered.append(child)
+                self.fallback[child] = self.step(self.fallback[node], symbol) if node else 0
 
-    def step(self, node: _Node | None, character: str) -> _Node:
-        while node is not None:
-            if character in node.next:
-                return node.next[character]
-            node = node.fallback
-        return self.start
+    def step(self, node: int, symbol: str) -> int:
+        while (child := self._next[node].get(symbol)) is None:
+            if not node:
+                return 0
+            node = self.fallback[node]
+        return child
+
+
+class StopAutomaton(Automaton):
+    """Finds where any of several strings is complete."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        super().__init__(strings)
+        self.complete: list[str | None] = [None] * len(self.depth)  # the longest string that a node ends with
+        for node in self.ordered:
+            self.complete[node] = self.ends.get(node, self.complete[self.fallback[node]])
+
+    def open(self, node: int) -> int:
+        """Return how many characters at the end may begin a stop string."""
+        while node and not self._next[node]:  # complete, but too early to count
+            node = self.fallback[node]
+        return self.depth[node]
 
 
 class TextBuffer:
@@ -88,7 +98,7 @@ class TextBuffer:
 
     def _start(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._node = self._automaton.start
+        self._node = 0
         self._reader: ThinkingReader | None = None  # until the content begins
         if self._thinking is not None and not self._thinking.stops:
             self._reader = ThinkingReader(self._thinking)
@@ -107,10 +117,10 @@ class TextBuffer:
             shown = [] if token in self._silent else [token]
             piece = self._decoded(partial(self._detokenizer.push, shown), "")
             self.pieces.append(piece + self._marks.get(token, ""))
-            if self._automaton.start.next and not (ended and count == len(tokens)):
+            if self._automaton.ordered and not (ended and count == len(tokens)):
                 self._look(token)
             undecided = 0 if self._reader is None else self._reader.undecided
-            self._holds.append(0 if self._over else max(self._node.open, undecided))
+            self._holds.append(0 if self._over else max(self._automaton.open(self._node), undecided))
             if self._over:
                 return count
         return len(tokens)
@@ -148,13 +158,14 @@ class TextBuffer:
         self._reader = None
         return self.text[begun:]
 
-    def _scan(self, node: _Node, text: str, begin: int) -> tuple[_Node, int | None]:
+    def _scan(self, node: int, text: str, begin: int) -> tuple[int, int | None]:
         """Walk the automaton over text that begins at `begin`; return its node, and where the text ends."""
         for length, character in enumerate(text, start=begin + 1):
             node = self._automaton.step(node, character)
-            if node.complete is not None and length > self._early:
-                self.stopped_by = node.complete
-                return node, length if self._include else length - len(node.complete)
+            complete = self._automaton.complete[node]
+            if complete is not None and length > self._early:
+                self.stopped_by = complete
+                return node, length if self._include else length - len(complete)
         return node, None
 
     def finish(self) -> None:

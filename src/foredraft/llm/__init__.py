@@ -24,9 +24,9 @@ from foredraft.decode.text_buffer import StopAutomaton
 from foredraft.drafters.lookup import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.loaded import Loaded, RequestPolicies
-from foredraft.llm.output import Output, Piece, Stream
+from foredraft.llm.output import Output, Piece, Pieces, Stream, WholeOutputs
 from foredraft.llm.requests import SAMPLING_OPTIONS, Prompts, Requests, Submission, with_keywords
-from foredraft.llm.service import EngineThread, Pieces, WholeOutputs, closed
+from foredraft.llm.service import EngineThread, closed
 from foredraft.model.chat import Message
 from foredraft.model.memory import dtype_name
 from foredraft.model.tokenizer import GIVE_TOKENIZER, NO_TOKENIZER

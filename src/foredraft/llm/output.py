@@ -1,17 +1,21 @@
-"""Output, Piece and Stream: the result of a request, the parts of a stream, and the iterator over them."""
+"""Output, Piece and Stream: the result of a request, the parts of a stream, and the iterator over them; and
+requests, which show what the engine gave."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from foredraft.decode.engine import Engine
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import RoundTrace, Stats
 
 if TYPE_CHECKING:
-    from foredraft.llm.service import EngineThread, Request
+    from foredraft.llm.service import EngineThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,74 @@ class TextStreamer:
         )
         self.over = output is not None
         return piece
+
+
+AHEAD = 2  # unread pieces of a stream from which on the engine waits for its reader
+Report: TypeAlias = Callable[[str, int, int], None]
+
+
+def message_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Request:
+    """Sequences that are submitted and cancelled together. Its caller alone reads its news."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences  # in the order in which they start
+        self.news = SimpleQueue[Any]()  # results, reports of progress to be called, or an error to be raised
+        self.watch: object = None  # a reference to its owner; were that garbage, it would tell nothing
+
+    @property
+    def wants(self) -> bool:
+        """Whether the engine has to step for it, unless it is over."""
+        return True
+
+    def show(self) -> bool:
+        """Put into the news what the last step gave; return whether that is all."""
+        raise NotImplementedError
+
+    def report(self, progress: Report, done: int, total: int) -> None:
+        """Report how far the prompt is read, in the caller's thread."""
+        self.news.put(partial(progress, "prefill", done, total))
+
+    def fail(self, engine: Engine, error: BaseException) -> bool:
+        """End a request that cannot go on or be shown; return whether nothing is left to show."""
+        for sequence in self.sequences:
+            engine.fail(sequence, message_of(error))
+        self.news.put(error)
+        return True
+
+
+class WholeOutputs(Request):
+    """A request whose caller waits until all is there."""
+
+    def __init__(self, sequences: list[Sequence], output: Callable[[Sequence], Output]) -> None:
+        super().__init__(sequences)
+        self._output = output
+
+    def show(self) -> bool:
+        if any(each.state is not State.FINISHED for each in reversed(self.sequences)):
+            return False
+        self.news.put([self._output(each) for each in self.sequences])
+        return True
+
+
+class Pieces(Request):
+    """A request whose caller reads piece after piece."""
+
+    def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
+        super().__init__([sequence])
+        self._streamer = TextStreamer(sequence, output)
+
+    @property
+    def wants(self) -> bool:
+        return self.news.qsize() < AHEAD
+
+    def show(self) -> bool:
+        if (piece := self._streamer.next()) is not None:
+            self.news.put(piece)
+        return self._streamer.over
 
 
 class Stream(Iterator[Piece]):

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from foredraft.decode.draft_choice import has_drafters
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
 from foredraft.kernels import pool
-from foredraft.llm.output import Output, Piece, TextStreamer
+from foredraft.llm.output import AHEAD, Output, Piece, Report, Request, TextStreamer, message_of
 from foredraft.llm.requests import Submission
 from foredraft.profiling.profile import use_profile
 from foredraft.workers import check_process, release_workers
@@ -39,74 +38,12 @@ logger = logging.getLogger(__name__)
 
 NAME = "foredraft-engine"
 NAP = 0.001  # seconds between two looks whether the thread has ended
-AHEAD = 2  # unread pieces of a stream from which on the engine waits for its reader
 Command: TypeAlias = Callable[[], object]
-Report: TypeAlias = Callable[[str, int, int], None]
 
 
 def closed() -> RequestError:
     """Return the error of a request to a closed model."""
     return RequestError("this LLM is closed", remedy="load the model again")
-
-
-class Request:
-    """Sequences that are submitted and cancelled together. Its caller alone reads its news."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences  # in the order in which they start
-        self.news = SimpleQueue[Any]()  # results, reports of progress to be called, or an error to be raised
-        self.watch: _Owner | None = None  # kept here: a reference that is garbage itself tells nothing
-
-    @property
-    def wants(self) -> bool:
-        """Whether the engine has to step for it, unless it is over."""
-        return True
-
-    def show(self) -> bool:
-        """Put into the news what the last step gave; return whether that is all."""
-        raise NotImplementedError
-
-    def report(self, progress: Report, done: int, total: int) -> None:
-        """Report how far the prompt is read, in the caller's thread."""
-        self.news.put(partial(progress, "prefill", done, total))
-
-    def fail(self, engine: Engine, error: BaseException) -> bool:
-        """End a request that cannot go on or be shown; return whether nothing is left to show."""
-        for sequence in self.sequences[::-1]:
-            engine.cancel(sequence)
-        self.news.put(error)
-        return True
-
-
-class WholeOutputs(Request):
-    """A request whose caller waits until all is there."""
-
-    def __init__(self, sequences: list[Sequence], output: Callable[[Sequence], Output]) -> None:
-        super().__init__(sequences)
-        self._output = output
-
-    def show(self) -> bool:
-        if any(each.state is not State.FINISHED for each in reversed(self.sequences)):
-            return False
-        self.news.put([self._output(each) for each in self.sequences])
-        return True
-
-
-class Pieces(Request):
-    """A request whose caller reads piece after piece."""
-
-    def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
-        super().__init__([sequence])
-        self._streamer = TextStreamer(sequence, output)
-
-    @property
-    def wants(self) -> bool:
-        return self.news.qsize() < AHEAD
-
-    def show(self) -> bool:
-        if (piece := self._streamer.next()) is not None:
-            self.news.put(piece)
-        return self._streamer.over
 
 
 def _go_on() -> None:
@@ -162,8 +99,8 @@ class EngineThread:
         if self.closed:
             raise closed()
         if owner is not None:
-            request.watch = _Owner(owner, self._commands.put)
-            request.watch.cancel = partial(self._each, request.sequences[::-1], self.engine.cancel)
+            request.watch = watch = _Owner(owner, self._commands.put)
+            watch.cancel = partial(self._each, request.sequences[::-1], self.engine.cancel)
         release_workers()  # this thread's, or they would slow down the engine's
         self._commands.put(partial(self._take_up, request, torch.get_num_threads()))
         self.start()
@@ -287,10 +224,10 @@ class EngineThread:
 
     def _profile(self) -> None:
         """Measure costs unless loading did: the default drafter may be none, and requests name policies."""
-        waiting = self.engine.scheduler.waiting
-        if not self.engine.rows.sequences and has_drafters(waiting):
-            for policy in {sequence.policy for sequence in waiting if sequence.drafters}:
-                use_profile(self.engine, policy=policy)
+        if self.engine.rows.sequences:
+            return
+        for policy in {each.policy for each in self.engine.scheduler.waiting if each.drafters}:
+            use_profile(self.engine, policy=policy)
 
     def _report(self, sequence: Sequence, progress: Report) -> None:
         done = total = len(sequence.prompt) - 1
@@ -315,10 +252,6 @@ def _serve(
             del thread, command
     finally:
         serving.release()
-
-
-def message_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 @atexit.register
@@ -375,8 +308,7 @@ class RequestHandle(Request):
         progress("prefill", done, total)
 
     def fail(self, engine: Engine, error: BaseException) -> bool:
-        for sequence in self.sequences:
-            engine.fail(sequence, message_of(error))
+        super().fail(engine, error)
         return False
 
 

@@ -23,7 +23,6 @@ from foredraft.model.runner.compiled import check_compiler
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 from foredraft.model.runner.native import NativeBackend, unserved_because
 from foredraft.model.runner.passes import (
-    Backend,
     DraftInputs,
     DraftVocab,
     Forward,
@@ -76,7 +75,11 @@ class Runner:
     ) -> None:
         self.decoder, self.compiled = decoder, compile
         by_kernels = NativeBackend.of(decoder)
-        self.backend: Backend = by_kernels or TorchBackend(decoder, deterministic, probed, shapes, compile)
+        self.backend: NativeBackend | TorchBackend = by_kernels or TorchBackend(
+            decoder, deterministic, probed, shapes, compile
+        )
+        self.shapes, self.by_kernels = self.backend.shapes, self.backend.native
+        self.takes_leaves = self.backend.takes_leaves
         self.max_queries = max(self.shapes.query_buckets, default=MAX_QUERIES)
         self.chunk = CHUNK  # positions of a prefill pass
         self.forwarded = 0  # real columns that were computed so far, of all passes
@@ -85,21 +88,9 @@ class Runner:
         self.reserve_positions(2 * CHUNK)
 
     @property
-    def shapes(self) -> InvariantShapes:
-        return self.backend.shapes
-
-    @property
-    def by_kernels(self) -> bool:
-        return self.backend.native
-
-    @property
     def choices(self) -> str:
         decoder = self.decoder
         return "; ".join([f"{dtype_name(decoder.dtype)} on {decoder.device}", *self.backend.choices])
-
-    @property
-    def takes_leaves(self) -> bool:
-        return self.backend.takes_leaves
 
     def uncaptured(self) -> AbstractContextManager[None]:
         """Capture no CUDA graph within the block: its passes have shapes that no later pass has."""

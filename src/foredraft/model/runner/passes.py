@@ -1,4 +1,4 @@
-"""A pass and a fused draft: what a back end is asked to compute, and its result; the protocol of back ends.
+"""A pass and a fused draft: what a back end is asked to compute, and its result.
 
 The call draws the tokens itself, by the noise that the draft loop would use, so it gives the same draft.
 
@@ -9,7 +9,6 @@ the project's C kernels; `torch_backend.TorchBackend` by PyTorch's operators, at
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -17,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
-from foredraft.model.rope import Rope
-from foredraft.model.runner.invariant_shapes import InvariantShapes
 from foredraft.model.spec import Plan
 
 
@@ -179,26 +176,3 @@ class Forward:
     logits: Tensor | None  # [B, T, V] float32, or [B, 1, V] where `at` chose a column
     hidden: Tensor  # states that leave the last layer of the pass, [B, T, D]
     aux_states: dict[int, Tensor]  # by depth, the states that enter the layer, [B, T, D]
-
-
-class Backend(Protocol):
-    @property
-    def native(self) -> bool: ...  # the C kernels run the passes; caches then hold keys in blocks
-    @property
-    def fuses(self) -> bool: ...  # `draft` may run all steps of a draft in one call
-    @property
-    def takes_leaves(self) -> bool: ...  # tree attention, with the bits of plain decoding
-    @property
-    def shapes(self) -> InvariantShapes: ...  # of its passes
-    @property
-    def choices(self) -> list[str]: ...  # how it runs passes on this machine, for the log
-    def use_rotary_tables(self, tables: Mapping[Rope, Tensor]) -> None: ...  # [P, 2, D] each
-    def run(self, pass_: Pass) -> Forward:
-        """Run a pass. Padding columns mean nothing, and are finite where the row's real ones are."""
-        ...
-
-    def draft(
-        self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, exit: int | None
-    ) -> FusedDraft | None: ...  # None: it cannot
-    def head(self, hidden: Tensor) -> Tensor: ...  # [N, V] float32, soft-capped
-    def uncaptured(self) -> AbstractContextManager[None]: ...  # captures no CUDA graph

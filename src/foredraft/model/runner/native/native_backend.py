@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -295,9 +296,8 @@ class NativeBackend:
             most=most, further=pointer(further),
         )  # fmt: skip
         address, size = numbers.buffer_info()[0], numbers.itemsize
-        draft.tokens, draft.slot = address, address + size * len(read)
-        draft.length = draft.slot + size * len(active)
-        draft.choices = draft.length + size * len(active)
+        places = accumulate((len(read), len(active), len(active)), initial=0)
+        draft.tokens, draft.slot, draft.length, draft.choices = (address + size * place for place in places)
         per_column = self._scratch_per_column + hidden_size + 2 * self._inputs
         logits = torch.empty(len(active) * self.decoder.output.shape[0] + vocabulary)
         if pairs is not None:
