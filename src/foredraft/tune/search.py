@@ -202,16 +202,13 @@ class HillClimbingSampler(BaseSampler):  # type: ignore[misc]
             for state in _TRIED
         )
         for distance in range(1, len(names) + 1):
-            if untried := _untried(list(self._flips(names, distance)), complete, running):
+            flips: Iterator[frozenset[str]] = map(frozenset, combinations(names, distance))
+            if comb(len(names), distance) > MAX_LISTED:  # a random part of all sets of so many names
+                flips = (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
+            if untried := _untried(list(flips), complete, running):
                 flipped = self._random.choice(untried)
                 return {name: best[name] != (name in flipped) for name in names}
         return {}  # every plan was tried
-
-    def _flips(self, names: list[str], distance: int) -> Iterator[frozenset[str]]:
-        """Yield all sets of `distance` names, or a random part where there are too many."""
-        if comb(len(names), distance) <= MAX_LISTED:
-            return map(frozenset, combinations(names, distance))
-        return (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         return self._first.sample_independent(study, trial, name, distribution)
