@@ -386,6 +386,11 @@ class Repl:
         raise Leave
 
 
+NAMES = (
+    "/help shows this, /clear forgets the messages, /save FILE and /load FILE keep them, /set OPTION VALUE"
+    " changes how replies are sampled, /bye or Ctrl-D ends the conversation"
+)
+HELP = f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message"
 COMMANDS: dict[str, Callable[[Repl, str], None]] = {
     "/help": lambda repl, argument: tell(HELP),
     "/clear": lambda repl, argument: repl.conversation.clear(),
@@ -394,11 +399,6 @@ COMMANDS: dict[str, Callable[[Repl, str], None]] = {
     "/set": Repl.set,
     "/bye": Repl.bye,
 }
-NAMES = (
-    "/help shows this, /clear forgets the messages, /save FILE and /load FILE keep them, /set OPTION VALUE"
-    " changes how replies are sampled, /bye or Ctrl-D ends the conversation"
-)
-HELP = f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message"
 
 
 def tell(line: str) -> None:
