@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import combinations
 from math import comb
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.bench.settings import Progress, SamplerName, Steps, TuneSettings, silent
+from foredraft.bench.settings import Progress, Steps, TuneSettings, silent
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.model.layer_geometry import Plan
@@ -144,15 +145,6 @@ RANDOM_SETS = 64  # random sets of flips to choose from; among so many sets, few
 P = TypeVar("P")
 BaseSampler: Any = optuna.samplers.BaseSampler
 State: Any = optuna.trial.TrialState
-
-
-def make_sampler(name: SamplerName, seed: int) -> Any:
-    """Return an Optuna sampler."""
-    if name == "hill-climbing":
-        return HillClimbingSampler(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
 
 
 class SeedsFirst(BaseSampler):  # type: ignore[misc]
@@ -355,12 +347,20 @@ class Search:
             note = f"best predicted speed-up {best:.2f}" if done else ""
             if earlier < done < total:
                 left = (time.monotonic() - started) / (done - earlier) * (total - done)
-                note += f", about {_format_duration(self.deadline.clip(left))} left"
+                left = self.deadline.clip(left)  # in the largest unit of which there are at least two
+                units = ((name, size) for name, size in (("h", 3600), ("min", 60)) if left >= 2 * size)
+                unit, size = next(units, ("s", 1))
+                note += f", about {left / size:.0f} {unit} left"
             progress("trials", min(done, total), total, note)
 
         report()
         # A resumed search must not repeat the proposals of the first run, so the seed depends on its trials.
-        sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
+        seed = self.options.seed + len(self.study.trials)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            climbs = self.options.sampler == "hill-climbing"
+            gaussian = partial(optuna.samplers.GPSampler, deterministic_objective=True)
+            sampler = HillClimbingSampler(seed) if climbs else gaussian(seed=seed)
         seeds = [self._params(plan) for plan in self._seeds]
         self.study.sampler = SeedsFirst([*self._params(Plan.full(self.layers))], seeds, sampler)
         while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
@@ -438,11 +438,3 @@ def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -
         if of_copy or Skips.parse(trial.skips) != Skips():
             by_plan.setdefault(trial.skips, trial)
     return list(by_plan.values())[:count]
-
-
-def _format_duration(seconds: float) -> str:
-    """Return a rounded duration in the largest unit of which there are at least two: "90 s", "6 h"."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
