@@ -311,12 +311,9 @@ def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(pair: list[str], c
     ("words", "named"),
     [
         (["--self-test"], ["--self-test=residual"]),
-        (["--self-test", "--json"], ["--self-test=residual", "--json"]),
         (["--self-test", "-"], ["--self-test=residual", STDIN]),
         (["--self-test", "coin", "--json"], ["--self-test", "coin", "--json"]),
         (["--self-test=all"], ["--self-test=all"]),
-        (["x", "--seed", "3"], ["x", "--seed", "3"]),
-        ([], []),
     ],
     ids=str,
 )

@@ -116,6 +116,40 @@ def test_foredraft_decodes_one_prompt_and_a_batch(context: BenchContext, texts: 
         assert timing.stats.drafted > 0 or drafter != "draft-model"
 
 
+def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchContext, texts: Any) -> None:
+    loaded = engine_of(context.llm).policy
+    bild: Any = CONTENDERS["bild"].make(context.llm, replace(context, max_draft=None))
+    policy = bild.policy
+    assert (bild.name, bild.lossless, policy.threshold, policy.max_draft) == ("bild", False, 0.6, 10)
+    assert not CONTENDERS["bild"].lossless
+    assert bild._params([1], 3).bound == 5.0
+    assert bild.policy_name == "fallback"
+    shorter: Any = CONTENDERS["bild"].make(context.llm, context)
+    assert shorter.policy.max_draft == 3  # the max_draft of the context
+    bild.policy = replace(policy, threshold=0.0)
+    timing = bild.run(PROMPTS, TOKENS)
+    assert timing.stats is not None and timing.stats.drafted_at[3:], (
+        "longer drafts than the engine's policy has"
+    )
+    assert timing.tokens != texts
+    assert engine_of(context.llm).policy is loaded
+    assert ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
+
+
+def test_prefill_and_decoding_are_timed_separately(context: BenchContext, clock: Clock) -> None:
+    clock.slow(context.llm.loaded.runner, "prefill", lambda *_, **__: 1.0)
+    clock.slow(context.llm.loaded.runner, "forward", lambda *_, **__: 10.0)
+    contender = ForedraftContender("plain", context.llm, "none")
+    alone = contender.run(PROMPTS[:1], TOKENS)
+    assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
+    all_three = contender.run(PROMPTS, TOKENS)
+    assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
+    parts = RoundTimer(engine_of(context.llm))
+    with observed(engine_of(context.llm), parts):
+        assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
+    assert (parts.seconds["verify"], parts.seconds["draft"]) == (10.0 * TOKENS, 0.0)
+
+
 def test_a_failed_request_ends_observation(context: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(context.llm)
 

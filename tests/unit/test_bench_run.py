@@ -168,11 +168,6 @@ class TestOtherPrograms:
         [doubt] = [doubt for doubt in report.doubts if "every attempt" in doubt]
         assert doubt.startswith("Other programs used more than 0.25 CPUs in 3 of 3 turns")
 
-    def test_where_the_load_is_unknown_nothing_is_repeated(self) -> None:
-        report = self.run(None)
-        assert report.turns == (TurnCount("texts", 1, kept=3, repeated=0, disturbed=0),)
-        assert [row.others for row in report.rows] == [None, None] and report.turns_remark is None
-
     def test_tokens_of_a_turn_that_is_repeated_count_for_exactness(self) -> None:
         Wrong(self.patch, range(2, 3))
         report = self.run(0.1, 0.9, 0.1)

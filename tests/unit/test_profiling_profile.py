@@ -26,8 +26,6 @@ from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import DraftInputs, Forward
 from foredraft.profiling import host, profile, timing
-from foredraft.profiling import profile as measured_samples
-from foredraft.profiling import profile as measuring
 from foredraft.profiling.profile import Samples, agreed, load_profile, measure_profile
 from foredraft.profiling.timing import DecodingTimer, RoundTimer, observed
 from tests.support.mutation import Mutation, assert_caught, defect, replaced
@@ -132,7 +130,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     It takes twice that where rows draw.
     """
     machine = Machine()
-    for module in (timing, measuring, profile, host):
+    for module in (timing, profile, host):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     accept = engine_module.accept
 
@@ -246,7 +244,7 @@ def test_passes_of_many_rows_are_not_thought_as_cheap_as_those_of_one(machine: M
 
 
 def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "LIMIT_SECONDS", 0.0)
     machine.slow(PASS)
     assert not measured(machine).believed
     assert machine.ran[PASS] == 2 * (1 + 2), "60 plain steps of 2 ms hold two turns"
@@ -292,8 +290,8 @@ def test_costs_that_were_steady_in_time_are_believed_however_late_it_is(machine:
 # work whose samples never agree -> what its least sample makes of the table
 UNSTEADY: dict[Any, Callable[[CostTable], bool]] = {
     PASS: lambda table: PASS_MS < table.verify(1, 3) <= table.verify(1, 5),
-    ("small", "draft", measuring.DRAFT): lambda table: 0.3 <= table.drafts["small"][1][1] < 0.5,
-    ("small", "prefill", measuring.READ): lambda table: not table.reads,
+    ("small", "draft", profile.DRAFT): lambda table: 0.3 <= table.drafts["small"][1][1] < 0.5,
+    ("small", "prefill", profile.READ): lambda table: not table.reads,
 }
 
 
@@ -306,7 +304,7 @@ def test_a_busy_machine_is_told_why(machine: Machine, caplog: pytest.LogCaptureF
     [line] = [record.getMessage() for record in caplog.records]
     assert "because only 22 of 23 costs were steady" in line
     if work == PASS:
-        assert machine.ran[PASS] == 2 * (1 + measuring.TURNS[1])
+        assert machine.ran[PASS] == 2 * (1 + profile.TURNS[1])
     caplog.clear()
     machine.slow(None)
     assert kept(engine_of(machine)).believed and not caplog.records
@@ -388,7 +386,7 @@ def test_a_request_decodes_where_measuring_fails(
         tried.append(engine)
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(measuring, "host_ms", broken)
+    monkeypatch.setattr(profile, "host_ms", broken)
     assert profile.use_profile(engine) == profile.use_profile(engine) == 0.0
     assert len(tried) == 1 and "could not be measured" in caplog.text
     submit(engine, 0, 3, 4, "free")
@@ -588,11 +586,11 @@ observer_stays = leaving(lambda engine, observer: setattr(engine, "observer", ob
 
 # (name, point, mutation, check)
 DEFECTS: list[tuple[str, Any, Mutation, Callable[[Machine], object]]] = [
-    ("any two samples agree", agreed, during(measured_samples, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
-    ("the second least sample", agreed, lambda sound: lambda measured_samples: sound(measured_samples) and sorted(measured_samples)[1], test_a_cost_is_the_least_sample_where_two_agree),
-    ("turns end before the samples agree", measuring._take_turns, during(measuring, "agreed", lambda measured_samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
+    ("any two samples agree", agreed, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
+    ("the second least sample", agreed, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], test_a_cost_is_the_least_sample_where_two_agree),
+    ("turns end before the samples agree", profile._take_turns, during(profile, "agreed", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
     ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_the_next_process_measures_what_was_not_steady),
-    ("all costs are measured again", measuring.Forwards.measure, lambda measure: lambda own, measured_samples, *rest: measure(own, without(measured_samples, own.costs.values()), *rest), test_the_next_process_measures_what_was_not_steady),
+    ("all costs are measured again", profile.Forwards.measure, lambda measure: lambda own, samples, *rest: measure(own, without(samples, own.costs.values()), *rest), test_the_next_process_measures_what_was_not_steady),
     ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),
     ("host work ignores the budget", host._Rounds._least_ms_of, lambda sound: lambda own, ids: sound(replace(own, until=inf), ids), test_host_work_takes_no_further_round_once_time_is_up),
     ("a late profile is never believed", profile._doubt, lambda doubt: lambda seconds, budget, steady, sound: doubt(seconds, budget, [*steady, seconds < budget], sound), test_costs_that_were_steady_in_time_are_believed_however_late_it_is),
@@ -602,7 +600,7 @@ DEFECTS: list[tuple[str, Any, Mutation, Callable[[Machine], object]]] = [
     ("no host work in a plain round", profile._with_host, host_mutated(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step cheaper than the next", profile._draft_cost, first_step_not_corrected, test_the_first_draft_step_is_never_cheaper_than_the_next),
-    ("reading time spread over a token too many", measuring.Reading.ms, lambda reads: lambda *args: {name: ms * (measuring.READ - 1) / measuring.READ for name, ms in reads(*args).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("reading time spread over a token too many", profile.Reading.ms, lambda reads: lambda *args: {name: ms * (profile.READ - 1) / profile.READ for name, ms in reads(*args).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("measured sequences keep their rows", host.host_ms, during(Engine, "cancel", lambda engine, sequence: None), lambda machine: test_measuring_leaves_the_engine_empty(machine, 300)),
     ("all reading since the first round", DecodingTimer._count, lambda count: lambda timer, seconds, decoding: count(timer, seconds, True), test_the_decoding_timer_separates_prompts_from_decoding),
     ("rounds count as reading", DecodingTimer._round, rounds_count_as_reading, test_the_decoding_timer_separates_prompts_from_decoding),

@@ -25,7 +25,7 @@ from foredraft.errors import ConfigError
 from foredraft.model.runner import DraftInputs
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import Plan
-from foredraft.pages import report_page as drawing
+from foredraft.pages.report_page import CROSS
 from foredraft.pages.training import tuning_page as page
 from foredraft.tune import teacher_forced as calibration
 from foredraft.tune import tune_records
@@ -418,7 +418,7 @@ def test_the_plot_of_layers_has_a_cross_for_each_skipped_sub_layer() -> None:
     shown = replace(report().finalists[0], skips="skip:attn=0,2")
     plot = re.search(r'id="layers".*?</figure>', page(report(finalists=(shown,))), re.DOTALL)
     assert plot is not None and ". skip:attn=0,2." in plot[0]
-    assert plot[0].count(drawing.CROSS) == 2 and plot[0].count("<rect") == 6
+    assert plot[0].count(CROSS) == 2 and plot[0].count("<rect") == 6
 
 
 # --- cached calibration texts: when they are reused, and when replaced ----------------------------

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -120,14 +120,14 @@ class ForedraftContender(Contender):
         drafter: str,  # name of the drafter, or "none" for plain decoding
         *,
         temperature: float = 0.0,  # sampling temperature; 0 is greedy
-        acceptance: RuleName = "speculative",  # the acceptance rule; a lossless one
+        acceptance: RuleName = "speculative",  # the acceptance rule
         policy: Policy | None = None,
     ) -> None:
         self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
         self.temperature, self.acceptance = temperature, acceptance
         self.policy: Policy = policy or llm.loaded.engine.policy  # None: the loaded one
         self.policy_name = None if drafter == "none" else self.policy.name
-        self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
+        self.lossless = RULES[acceptance].lossless and (drafter not in DRAFTERS or DRAFTERS[drafter].lossless)
 
     def with_policy(self, policy: Policy) -> ForedraftContender:
         """Return a copy of this contender, which drafts, that runs under another policy."""
@@ -158,19 +158,6 @@ class ForedraftContender(Contender):
             seed=zlib.crc32(str(prompt).encode()) if self.acceptance == "coupled" else None,
             acceptance=self.acceptance,
         )
-
-
-class BigLittle(ForedraftContender):
-    """Big Little Decoder (Kim et al. 2023, arXiv:2302.07863): the draft model under the lossy `bild` rule."""
-
-    RULE: Final = "bild"
-
-    def __init__(self, llm: LLM, policy: Policy, *, temperature: float = 0.0) -> None:
-        super().__init__("bild", llm, "draft-model", temperature=temperature, policy=policy)
-        self.lossless = RULES[self.RULE].lossless
-
-    def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
-        return super()._params(prompt, new_tokens).replace(acceptance=self.RULE)
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ def module(name: str, needed_by: str) -> Any:
 
 ALL = "all"
 PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
-BILD_POLICY = "fallback"  # the policy of Big Little Decoder as published
+BILD_POLICY = "fallback"  # of Big Little Decoder as published (Kim et al. 2023, arXiv:2302.07863)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,9 @@ def _make_foredraft(drafter: str, name: str, llm: LLM, context: BenchContext) ->
 def _make_bild(llm: LLM, context: BenchContext) -> Contender:
     if "draft-model" not in context.drafters:
         raise missing_part("draft-model", "bild")
-    made: Contender = _module("contender").BigLittle(
-        llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
+    policy = context.policy_for("draft-model", BILD_POLICY)
+    made: Contender = _module("contender").ForedraftContender(
+        "bild", llm, "draft-model", temperature=context.temperature, acceptance="bild", policy=policy
     )
     return made
 

@@ -312,7 +312,7 @@ class Repl:
         """Read messages and print replies until the user ends the conversation; return the exit code."""
         with suppress(ImportError):  # not every system has it
             import readline  # noqa: F401  gives `input` a history and line editing
-        self.help("")
+        tell(HELP)
         warned = False
         with Raised():
             while True:
@@ -366,15 +366,6 @@ class Repl:
             # Without special tokens, even under --show-special: the chat template adds them itself.
             self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
 
-    def help(self, argument: str) -> None:
-        tell(f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message")
-
-    def clear(self, argument: str) -> None:
-        self.conversation.clear()
-
-    def save(self, argument: str) -> None:
-        self.conversation.save(_file(argument, "/save"))
-
     def load(self, argument: str) -> None:
         number = self.conversation.load(_file(argument, "/load"))
         tell(f"{number} messages loaded")
@@ -395,18 +386,19 @@ class Repl:
         raise Leave
 
 
-COMMANDS: dict[str, Callable[[Repl, str], None]] = {
-    "/help": Repl.help,
-    "/clear": Repl.clear,
-    "/save": Repl.save,
-    "/load": Repl.load,
-    "/set": Repl.set,
-    "/bye": Repl.bye,
-}
 NAMES = (
     "/help shows this, /clear forgets the messages, /save FILE and /load FILE keep them, /set OPTION VALUE"
     " changes how replies are sampled, /bye or Ctrl-D ends the conversation"
 )
+HELP = f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message"
+COMMANDS: dict[str, Callable[[Repl, str], None]] = {
+    "/help": lambda repl, argument: tell(HELP),
+    "/clear": lambda repl, argument: repl.conversation.clear(),
+    "/save": lambda repl, argument: repl.conversation.save(_file(argument, "/save")),
+    "/load": Repl.load,
+    "/set": Repl.set,
+    "/bye": Repl.bye,
+}
 
 
 def tell(line: str) -> None:

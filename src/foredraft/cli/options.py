@@ -217,7 +217,7 @@ class PromptOptions:
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True)
 class DocumentOptions:
-    """The options of every command for its JSON document; `output_files` honours them."""
+    """The options of every command for its JSON document; `words` honours them."""
 
     json: Annotated[Flag, common(OUTPUT)] = False
     """Print one JSON document instead of text, and nothing else on stdout."""

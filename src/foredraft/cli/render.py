@@ -51,27 +51,14 @@ STAGES = {
 }
 
 
-def started() -> ProgressBars | ProgressLines:
+def started() -> ProgressBars:
     """Return the progress of a command that measures, with its first stage shown."""
     shown = ProgressBars() if sys.stderr.isatty() else ProgressLines()
     shown.show(START, 0, 1)
     return shown
 
 
-class _Cleared:
-    """A context whose end removes what is shown."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove the bars, so that text can follow; printed lines stay."""
-
-
-class ProgressBars(_Cleared):
+class ProgressBars:
     """One bar per stage on stderr, removed when the stage is done; nothing if stderr is not a terminal.
 
     Bars are drawn only within `show`, without a refresh thread, so that they take no time from a timed run.
@@ -81,6 +68,12 @@ class ProgressBars(_Cleared):
         self._bars: Progress | None = None
         self._only: str | None = None
         self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
         if not sys.stderr.isatty() or self._only not in (None, stage):
@@ -106,6 +99,7 @@ class ProgressBars(_Cleared):
             self._only = None
 
     def clear(self) -> None:
+        """Remove the bars, so that text can follow; printed lines stay."""
         if self._bars is not None:
             self._bars.stop()
         self._bars, self._tasks = None, {}
@@ -120,11 +114,10 @@ class ProgressBars(_Cleared):
         return bars
 
 
-class ProgressLines(_Cleared):
+class ProgressLines(ProgressBars):
     """One line per stage, and one per tenth of the trials, for a stderr that is not a terminal."""
 
-    def __init__(self) -> None:
-        self._printed: tuple[str, int] | None = None
+    _printed: tuple[str, int] | None = None
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Print a line if the stage, or a tenth of the trials, is new."""

@@ -57,15 +57,12 @@ def serve(
     import foredraft
     from foredraft.loading import load_for
 
-    bars, loaded = ProgressBars(), list[foredraft.LLM]()
+    loaded: list[foredraft.LLM] = []
 
     def load() -> foredraft.LLM:
-        options = load_options(model, drafting, texts)
-        try:
-            kept = settings.prefix_cache << 20
+        options, kept = load_options(model, drafting, texts), settings.prefix_cache << 20
+        with ProgressBars() as bars:
             loaded.append(load_for(None, model.get("model"), reserved=kept, **options, progress=bars.show))
-        finally:
-            bars.clear()
         return loaded[0]
 
     finished = run(load, settings, _greet)

@@ -37,7 +37,7 @@ from foredraft.verify import VerifySettings
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import PromptForm
-    from foredraft.cli.render import ProgressBars, ProgressLines
+    from foredraft.cli.render import ProgressBars
     from foredraft.model.tokenizer import Tokenizer
     from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
     from foredraft.verify.verify_records import TextRun, Verdict
@@ -307,7 +307,7 @@ def run(
     each: Sequence[VerifySettings],
     model: Given,
     drafting: Given,
-    bars: ProgressBars | ProgressLines,
+    bars: ProgressBars,
 ) -> list[VerifyReport]:
     """Load the models with room for the verification, and run it with each of the options."""
     from foredraft.loading import load_for

@@ -54,23 +54,18 @@ def read_counters(root: Path | None = None) -> Counters | None:
     root = ROOT if root is None else root
     try:
         tick = 1 / os.sysconf("SC_CLK_TCK")
-        by_cpu = _busy_ticks(root / "proc/stat")
+        allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        lines = (line.split() for line in (root / "proc/stat").read_text().splitlines())
+        counted = [list(map(int, numbers)) for name, *numbers in lines if name in allowed]
+        if not counted:
+            return None
+        by_cpu = [sum(numbers[field] for field in BUSY) for numbers in counted]  # ticks
         times = os.times()
         own = time.process_time() + times.children_user + times.children_system
         own += tick * sum(_children_ticks(root))
         return Counters(time.perf_counter(), tick * sum(by_cpu), own, unsure=tick * RESOLUTION * len(by_cpu))
     except (OSError, ValueError, LookupError, AttributeError):
         return None
-
-
-def _busy_ticks(stat: Path) -> list[int]:
-    """Return the ticks in which each CPU that this process may use was busy."""
-    allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
-    lines = (line.split() for line in stat.read_text().splitlines())
-    counted = [list(map(int, numbers)) for name, *numbers in lines if name in allowed]
-    if not counted:
-        raise ValueError("no counters of these CPUs")
-    return [sum(numbers[field] for field in BUSY) for numbers in counted]
 
 
 def _children_ticks(root: Path, process: str = "self") -> Iterator[int]:

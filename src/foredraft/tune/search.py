@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import combinations
 from math import comb
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.bench.settings import Progress, SamplerName, Steps, TuneSettings, silent
+from foredraft.bench.settings import Progress, Steps, TuneSettings, silent
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.model.runner import Resume
@@ -146,15 +147,6 @@ BaseSampler: Any = optuna.samplers.BaseSampler
 State: Any = optuna.trial.TrialState
 
 
-def make_sampler(name: SamplerName, seed: int) -> Any:
-    """Return an Optuna sampler."""
-    if name == "hill-climbing":
-        return HillClimbingSampler(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
-
-
 class SeedsFirst(BaseSampler):  # type: ignore[misc]
     """Proposes the seed plans in their order, and then what another sampler proposes."""
 
@@ -202,16 +194,13 @@ class HillClimbingSampler(BaseSampler):  # type: ignore[misc]
             for state in _TRIED
         )
         for distance in range(1, len(names) + 1):
-            if untried := _untried(list(self._flips(names, distance)), complete, running):
+            flips: Iterator[frozenset[str]] = map(frozenset, combinations(names, distance))
+            if comb(len(names), distance) > MAX_LISTED:  # a random part of all sets of so many names
+                flips = (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
+            if untried := _untried(list(flips), complete, running):
                 flipped = self._random.choice(untried)
                 return {name: best[name] != (name in flipped) for name in names}
         return {}  # every plan was tried
-
-    def _flips(self, names: list[str], distance: int) -> Iterator[frozenset[str]]:
-        """Yield all sets of `distance` names, or a random part where there are too many."""
-        if comb(len(names), distance) <= MAX_LISTED:
-            return map(frozenset, combinations(names, distance))
-        return (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         return self._first.sample_independent(study, trial, name, distribution)
@@ -358,12 +347,20 @@ class Search:
             note = f"best predicted speed-up {best:.2f}" if done else ""
             if earlier < done < total:
                 left = (time.monotonic() - started) / (done - earlier) * (total - done)
-                note += f", about {_format_duration(self.deadline.clip(left))} left"
+                left = self.deadline.clip(left)  # in the largest unit of which there are at least two
+                units = ((name, size) for name, size in (("h", 3600), ("min", 60)) if left >= 2 * size)
+                unit, size = next(units, ("s", 1))
+                note += f", about {left / size:.0f} {unit} left"
             progress("trials", min(done, total), total, note)
 
         report()
         # A resumed search must not repeat the proposals of the first run, so the seed depends on its trials.
-        sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
+        seed = self.options.seed + len(self.study.trials)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            climbs = self.options.sampler == "hill-climbing"
+            gaussian = partial(optuna.samplers.GPSampler, deterministic_objective=True)
+            sampler = HillClimbingSampler(seed) if climbs else gaussian(seed=seed)
         seeds = [self._params(plan) for plan in self._seeds]
         self.study.sampler = SeedsFirst([*self._params(Plan.full(self.layers))], seeds, sampler)
         while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
@@ -441,11 +438,3 @@ def best_trials(trials: Sequence[Trial], count: int, *, of_copy: bool = False) -
         if of_copy or Skips.parse(trial.skips) != Skips():
             by_plan.setdefault(trial.skips, trial)
     return list(by_plan.values())[:count]
-
-
-def _format_duration(seconds: float) -> str:
-    """Return a rounded duration in the largest unit of which there are at least two: "90 s", "6 h"."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

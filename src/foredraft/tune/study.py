@@ -123,10 +123,12 @@ def _open(url: str, *, in_cache: bool) -> Any:
             raise _refused(url, "whose driver is not installed", remedy) from error
         except Exception as error:  # drivers raise exceptions of their own types
             if attempt == MAX_ATTEMPTS or not CREATED_BY_ANOTHER.search(str(error)):
+                reason = _reason(error)
                 remedy = "give sqlite:///FILE in an existing folder, or the URL of a running database"
-                raise _refused(
-                    url, f"which cannot be used ({_masked(_reason(error), url)})", remedy
-                ) from error
+                secrets = () if url.startswith("sqlite") else re.findall(r"[:=]([^:/@?&=]+)", url)
+                for secret in secrets:  # parts of the URL that may be a password
+                    reason = reason.replace(secret, "***")
+                raise _refused(url, f"which cannot be used ({reason})", remedy) from error
             time.sleep(attempt / 10)
     raise AssertionError
 
@@ -162,13 +164,6 @@ def _refused(url: str, problem: str, remedy: str) -> ConfigError:
 def _shown(url: str) -> str:
     kind, colon, _ = url.partition(":")
     return f"{kind}:***" if colon and not url.startswith("sqlite") else url
-
-
-def _masked(message: str, url: str) -> str:
-    """Return a message without those parts of a URL that may be a password."""
-    for secret in () if url.startswith("sqlite") else re.findall(r"[:=]([^:/@?&=]+)", url):
-        message = message.replace(secret, "***")
-    return message
 
 
 def _reason(error: BaseException) -> str:

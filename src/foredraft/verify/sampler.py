@@ -318,22 +318,13 @@ class TextCheck:
         return [params.replace(seed=seed, acceptance="coupled") for seed in self.seeds]
 
 
-def text_runs(drafter: str, *, chooses: bool) -> tuple[TextRun, ...]:
-    """Return the runs that are compared with plain decoding of one prompt at a time.
-
-    A policy that drafts only where it pays may hardly draft, so under it the drafter runs again, in every
-    round.
-    """
-    always = [TextRun(drafter, batched, always=True) for batched in (False, True)]
-    own = (TextRun(drafter, False), TextRun("none", True), TextRun(drafter, True))
-    return (*own, *always) if chooses else own
-
-
 def compare_tokens(
     llm: LLM, plain: PlainTarget, check: TextCheck, drafter: str, progress: Callable[[int, int], None]
 ) -> Identity:
-    """Compare outputs with plain decoding's."""
-    runs = text_runs(drafter, chooses=llm.loaded.engine.policy.uses_costs)
+    """Compare outputs with plain decoding's of one prompt at a time."""
+    runs: tuple[TextRun, ...] = (TextRun(drafter, False), TextRun("none", True), TextRun(drafter, True))
+    if llm.loaded.engine.policy.uses_costs:  # it may hardly draft, so the drafter runs again in every round
+        runs += (TextRun(drafter, False, always=True), TextRun(drafter, True, always=True))
     done, total = 0, len(check.prompts) * (1 + len(runs))
 
     def generate(run: TextRun) -> list[Output]:
