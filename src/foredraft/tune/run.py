@@ -75,7 +75,7 @@ def tune(
     source = _resolve(model, loading)
     hash = model_hash(source)
     with stages("load"):
-        llm = _load(model or demo.target_path(), prompts, form, options, loading, watch)
+        llm = _load(source.path, prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
     target = _Target(model or "demo", source, hash, llm)
     run = _Run(target, options, form, storage, stages, watch)
@@ -260,8 +260,8 @@ class _Run:
 
 
 def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
-    """Return the model, with its LoRAs."""
-    revision, loras = loading.get("revision"), loading.get("lora", ())
+    """Return the model, with its LoRAs; take `revision` out of the loading options."""
+    revision, loras = loading.pop("revision", None), loading.get("lora", ())
     if model is not None:
         return with_loras(resolve(model, revision), loras)
     if revision is not None:
@@ -275,7 +275,7 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
 
 
 def _load(
-    model: str | Path,
+    model: Path,
     prompts: Sequence[str],
     form: PromptForm,
     options: TuneSettings,
