@@ -134,8 +134,9 @@ class ModelSource:
                 if weight_map.get(name) != shard:
                     raise broken(f"{folder / shard} holds {name}, which {INDEX} does not list there")
             found |= stored
-        for name in weight_map.keys() - found.keys():
-            raise broken(f"{folder / weight_map[name]} lacks {name}, which {INDEX} lists there")
+        for name, shard in weight_map.items():
+            if name not in found:
+                raise broken(f"{folder / shard} lacks {name}, which {INDEX} lists there")
         return found
 
 
