@@ -18,6 +18,7 @@ import foredraft
 from foredraft import CheckpointError
 from foredraft.model import checkpoint
 from foredraft.model.runner import Runner
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from foredraft.quantise.command import write_quantised
@@ -140,7 +141,7 @@ def test_a_quantised_copy_is_written_and_read(tmp_path: Path) -> None:
     _, folder = save_internlm(tmp_path, "plain", tie_word_embeddings=False)
     out = tmp_path / "out"
     out.mkdir()
-    write_quantised(folder, out, ModelSpec.from_folder(folder), 8, torch.float32)
+    write_quantised(ModelSource(folder), out, ModelSpec.from_folder(folder), 8, torch.float32)
     found = pair("plain")
     got = prompt_logits(Runner(load_decoder(out)), found.tokens)
     assert (got - found.expected).norm() <= 0.3 * found.expected.norm()

@@ -165,11 +165,9 @@ def changed(file: Path, change: Callable[[Path], object]) -> None:
 
 
 def flip(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(-2, os.SEEK_END)
-        byte = opened.read(1)[0]
-        opened.seek(-2, os.SEEK_END)
-        opened.write(bytes([byte ^ 1]))
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
 
 
 def loras(folder: Path, *seeds: int) -> Path:

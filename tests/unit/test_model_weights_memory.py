@@ -49,8 +49,8 @@ if defect == "twice":
         return kept[-1]
     checkpoint.CheckpointTensors.view = keeping
 if defect == "late":
-    def probe_late(found, device, *, deterministic, **others):
-        decoder = weights.load_decoder(found.folder, device, found.dtype)
+    def probe_late(found, device, options, *, deterministic):
+        decoder = weights.load_decoder(found.source, device, found.dtype)
         return loading.runners.Runner(decoder, deterministic=deterministic)
     loading.runners.make_runner = probe_late
 gc.collect()

@@ -6,6 +6,7 @@ from one to another uses this codec, which gives the exact bytes or nothing.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tokenizers
@@ -13,11 +14,10 @@ import tokenizers
 from foredraft import user_cache
 from foredraft.model.tokenizer import Tokenizer, token_bytes
 
-KIND = "vocabularies"  # of the user's cache
+KIND, SUFFIX = "vocabularies", ".bytes"  # of the user's cache
 RULE = 2  # raised when `ByteCodec` finds other bytes, or they are kept otherwise
 MIN_IDS = 2**14  # of a table that is kept: as many are looked up in some 30 ms
 MAX_TABLES = 16  # of 3 MB for 262,144 ids
-CODE = "latin-1"  # a character of a kept text is a byte
 
 Bytes = Sequence["bytes | None"]
 
@@ -28,17 +28,20 @@ def kept_bytes(tokenizer: Tokenizer, size: int, make: Callable[[], Iterable[byte
         return [*make()]
     key = {
         "rule": RULE,
+        "format": marshal.version,
         "tokenizers": tokenizers.__version__,
         "tokenizer": tokenizer.digest,
         "ids": tokenizer.model_vocab_size,
         "size": size,
     }
-    texts = user_cache.read(KIND, key)
-    if texts is None:
-        texts = [None if each is None else each.decode(CODE) for each in make()]
-        user_cache.write(KIND, key, texts)
-        user_cache.keep_newest(KIND, ".json", MAX_TABLES)
-    return [None if each is None else each.encode(CODE) for each in texts]
+    content = user_cache.read_bytes(KIND, key, SUFFIX)
+    if content is not None:
+        kept: Bytes = marshal.loads(content)  # of the same trust as the kernels that lie beside it
+        return kept
+    made = [*make()]
+    user_cache.write_bytes(KIND, key, SUFFIX, marshal.dumps(made))
+    user_cache.keep_newest(KIND, SUFFIX, MAX_TABLES)
+    return made
 
 
 # Texts that few tokenizers merge with the letters behind them, in front of which they put no space.

@@ -139,31 +139,22 @@ EAGER_PARTS = LayerParts(project, finish)  # the eager implementation
 RunLayers = Callable[[Tensor, ForwardContext, int, int], Tensor]  # the signature of `Decoder.run`
 
 
+@dataclass(eq=False, repr=False)
 class Decoder:
     """The weights of a model and their arithmetic; runners, drafters and threads may share one."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        embedding: Tensor | RowSource,
-        layers: tuple[Layer, ...],
-        norm: Norm,
-        head: Product,
-        learned_positions: Tensor | None = None,
-        inputs: LayerInputs | None = None,
-    ) -> None:
-        self.spec = spec  # the model in numbers
-        self.embedding = embedding  # token embeddings, [V, hidden], or the product whose rows they are
-        self.layers = layers  # the weights of the layers
-        self.norm = norm  # the final norm
-        self.output = head  # the linear layer of the head
-        self.learned_positions = learned_positions  # [positions, hidden]; added to embeddings
-        self.inputs = inputs  # makes what layers take of the tokens themselves; None in models without
-        self.device = norm.weight.device
-        self.dtype = embedding.dtype
+    spec: ModelSpec  # the model in numbers
+    embedding: Tensor | RowSource  # token embeddings, [V, hidden], or the product whose rows they are
+    layers: tuple[Layer, ...]  # the weights of the layers
+    norm: Norm  # the final norm
+    output: Product  # the linear layer of the head
+    learned_positions: Tensor | None = None  # [positions, hidden]; added to embeddings
+    inputs: LayerInputs | None = None  # makes what layers take of the tokens themselves
+
+    def __post_init__(self) -> None:
+        self.device, self.dtype = self.norm.weight.device, self.embedding.dtype
+        scale = self.spec.embedding_scale
         # transformers rounds the factor to the model's dtype before it multiplies
-        scale = spec.embedding_scale
-        self._scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self.embedding_scale = None if scale is None else float(torch.tensor(scale).to(self.dtype))
 
     @property
@@ -178,8 +169,8 @@ class Decoder:
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         hidden = self.embedding_rows(tokens)
-        if self._scale is not None:
-            hidden = hidden.mul_(self._scale)
+        if self.embedding_scale is not None:
+            hidden = hidden.mul_(self.embedding_scale)
         learned = self.learned_positions
         if learned is None:
             return hidden

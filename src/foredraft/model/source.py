@@ -134,8 +134,9 @@ class ModelSource:
                 if weight_map.get(name) != shard:
                     raise broken(f"{folder / shard} holds {name}, which {INDEX} does not list there")
             found |= stored
-        for name in weight_map.keys() - found.keys():
-            raise broken(f"{folder / weight_map[name]} lacks {name}, which {INDEX} lists there")
+        for name, shard in weight_map.items():
+            if name not in found:
+                raise broken(f"{folder / shard} lacks {name}, which {INDEX} lists there")
         return found
 
 
@@ -168,20 +169,20 @@ def locate(
     The name of a repository may have a type of weights, as llama.cpp and Ollama spell it
     (`owner/name:Q4_K_M`, `hf.co/owner/name:Q4_K_M`).
     """
-    # Here and below, not above: most runs read a plain folder.
-    from foredraft.model.gguf.file import is_gguf
+    folder, name = existing(name_or_path), str(name_or_path)
+    if folder is not None:
+        if not folder.is_dir():
+            # Here and below, not above: most runs read a plain folder.
+            from foredraft.model.gguf.file import is_gguf
 
-    folder = existing(name_or_path)
-    name = str(name_or_path)
-    if folder is not None and (folder.is_dir() or is_gguf(folder)):
-        kind = "folder" if folder.is_dir() else "file"
+            if not is_gguf(folder):
+                problem = f"{name} is a file, but not a GGUF file"
+                raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
         if revision is not None:
+            kind = "folder" if folder.is_dir() else "file"
             problem = f"{name} is a local {kind}, which has no revision {revision!r}"
             raise ConfigError(problem, remedy="leave the revision out")
         return folder
-    if folder is not None:
-        problem = f"{name} is a file, but not a GGUF file"
-        raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
     from foredraft.model.hub import REPOSITORY, Download
 
     match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)

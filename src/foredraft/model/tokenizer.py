@@ -31,7 +31,8 @@ FILE = "tokenizer.json"
 NO_TOKENIZER = f"this model's folder has no {FILE}"
 GIVE_TOKENIZER = "give the folder of the model's tokenizer as ", Option("tokenizer")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
+HEX = "0123456789abcdefABCDEF"
+BYTE_TOKENS = {f"<0x{high}{low}>": bytes.fromhex(high + low) for high in HEX for low in HEX}
 # in a `tokenizer.json`: the tokens within words have a prefix
 PREFIXED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 CONTEXT = 4  # ids on the left: an incomplete character spans at most 3, and the first token of a text differs
@@ -185,10 +186,7 @@ class Tokenizer:
 
     def byte_of(self, token: str) -> bytes | None:
         """Return the byte of a byte token, given by its name; None for any other token."""
-        if not self._byte_fallback or not token.startswith("<0x"):
-            return None
-        match = BYTE.fullmatch(token)
-        return bytes.fromhex(match[1]) if match else None
+        return BYTE_TOKENS.get(token) if self._byte_fallback else None
 
     def ends_mid_character(self, ids: Iterable[int]) -> bool:
         """Return whether the bytes of visible ids end within a character, which later ids may complete."""

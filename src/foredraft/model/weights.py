@@ -373,7 +373,9 @@ class _Builder:
         normed, after = spec.head_norms or spec.projection_norms, spec.post_norms or spec.sum_norms
         q_size, k_size = (q_rows, kv_rows) if spec.projection_norms else (dim, dim)
         q_heads, k_heads = (spec.heads, spec.kv_heads_of(window)) if spec.own_head_norms else (0, 0)
-        ones = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
+        v_norm = None
+        if spec.value_norms and stores:
+            v_norm = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
         return Attention(
             norm=norm(f"{prefix}.input_layernorm") if spec.pre_norms else None,
             qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias, self.qkv_order),
@@ -381,7 +383,7 @@ class _Builder:
             post_norm=norm(f"{prefix}.post_attention_layernorm") if after else None,
             q_norm=norm(f"{prefix}.self_attn.q_norm", q_size, q_heads) if normed else None,
             k_norm=norm(f"{prefix}.self_attn.k_norm", k_size, k_heads) if normed and stores else None,
-            v_norm=ones if spec.value_norms and stores else None,
+            v_norm=v_norm,
             window=window,
         )
 

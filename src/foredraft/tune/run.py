@@ -75,7 +75,7 @@ def tune(
     source = _resolve(model, loading)
     hash = model_hash(source)
     with stages("load"):
-        llm = _load(model or demo.target_path(), prompts, form, options, loading, watch)
+        llm = _load(source.path, prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
     run = _Run(model or "demo", source, hash, llm, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, run.runner)
@@ -222,8 +222,8 @@ class _Run:
 
 
 def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
-    """Return the model, with its LoRAs."""
-    revision, loras = loading.get("revision"), loading.get("lora", ())
+    """Return the model, with its LoRAs; take `revision` out of the loading options."""
+    revision, loras = loading.pop("revision", None), loading.get("lora", ())
     if model is not None:
         return with_loras(resolve(model, revision), loras)
     if revision is not None:
@@ -237,7 +237,7 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
 
 
 def _load(
-    model: str | Path,
+    model: Path,
     prompts: Sequence[str],
     form: PromptForm,
     options: TuneSettings,
