@@ -16,10 +16,9 @@ from foredraft import ConfigError, kernels, loading, user_cache
 from foredraft.kernels import building, compilation
 from foredraft.loading import load
 from foredraft.model.runner.native import check
-from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import QUICK, copying_compiler
-from tests.support.foreign import NOT_PRIVATE
+from tests.support.foreign import NOT_PRIVATE, replace_document
 
 # compiles an empty library, whatever it is asked for; the object file is never read
 EMPTY_LIBRARY = """case "$*" in *-shared*) while [ "$1" != -o ]; do shift; done; echo | cc -shared -fPIC -x c - -o "$2";; esac"""
