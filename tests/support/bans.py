@@ -33,7 +33,7 @@ class Ban:
         symbols = Symbols(ignore_case=self.ignore_case, whole_words=self.whole_words)
         automaton = PhraseAutomaton(self.phrases, symbols, self.stops)
         banned = BanList(automaton, TokenTable(self.texts, self.ends))
-        start = automaton.after([self.texts[token] for token in self.prompt])
+        start = automaton.after(self.text([]))
         if self.mode == "mask":
             return BannedByMask(banned, start, self.last)
         return BannedByRollback(banned, start, self.last, self.rollbacks, holds_all=True)

@@ -71,7 +71,7 @@ class BanList:
         return Move(state, len(symbols), joined, waits, phrases.search(node, symbols))
 
     @cached_property
-    def _speaks_safely(self) -> bool:
+    def speaks_safely(self) -> bool:
         """Whether some token with text can never be forbidden by a rollback: it begins no phrase."""
         first = {pattern.lstrip(BOUNDARY)[0] for pattern in self.phrases.patterns}
         for id in self.table.speaks.nonzero()[:, 0].tolist():
@@ -79,9 +79,6 @@ class BanList:
             if not pending and not first.intersection(symbols):
                 return True
         return False
-
-    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
-        return bool(self.table.ends and not ends_are_barred) or self._speaks_safely
 
 
 NO_TOKEN = "ban: every token would complete banned text"
@@ -249,9 +246,8 @@ class Bans:
             start = self._prompt_state(banned, prompt, show_special)
         if params.ban_mode == "mask":
             return lambda: BannedByMask(banned, start, last)
-        holds_all = params.text_grammar is not None or not banned.has_safe_token(
-            ends_are_barred=params.min_new_tokens > 0
-        )
+        may_end = bool(ends) and not params.min_new_tokens
+        holds_all = params.text_grammar is not None or not (may_end or banned.speaks_safely)
         return lambda: BannedByRollback(banned, start, last, params.ban_rollbacks, holds_all=holds_all)
 
     def _made(self, asked: _Asked) -> BanList:
@@ -268,12 +264,10 @@ class Bans:
 
     def _prompt_state(self, banned: BanList, prompt: list[int], show_special: bool) -> PhraseState:
         """Return the automaton's state after as much of the prompt's end as a phrase may span."""
-        phrases, texts = banned.phrases, list[bytes | None]()
-        reach = 4 * max(map(len, phrases.patterns)) + 4
+        text, reach = b"", 4 * max(map(len, banned.phrases.patterns)) + 4
         for token in reversed(prompt):
-            if reach <= 0:
+            is_cut = not show_special and token in self._tokenizer.special
+            if is_cut or len(text) >= reach:
                 break
-            text = banned.table.texts[token]
-            texts.append(None if not show_special and token in self._tokenizer.special else text)
-            reach -= len(text)
-        return phrases.after(texts[::-1])
+            text = banned.table.texts[token] + text
+        return banned.phrases.after(text)

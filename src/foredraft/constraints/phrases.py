@@ -117,24 +117,20 @@ class PhraseAutomaton:
         self.below = [range(len(self.patterns))]  # of each node, the patterns that begin as it does
         self._next: list[dict[str, int]] = [{}]
         for place, pattern in enumerate(self.patterns):
-            self._insert(place, pattern)
+            node = ROOT
+            for symbol in pattern:
+                if symbol not in self._next[node]:
+                    self._next[node][symbol] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[node] + 1)
+                    self.shortest.append(0)
+                    self.fallback.append(ROOT)
+                    self.below.append(range(place, place))
+                node = self._next[node][symbol]
+                self.below[node] = range(self.below[node].start, place + 1)
+            self.shortest[node] = len(pattern)
         self._link()
         self.start = PhraseState(self.step(ROOT, symbols.edge) if symbols.whole_words else ROOT)
-
-    def _insert(self, place: int, pattern: str) -> None:
-        node = ROOT
-        for symbol in pattern:
-            child = self._next[node].get(symbol)
-            if child is None:
-                child = self._next[node][symbol] = len(self._next)
-                self._next.append({})
-                self.depth.append(self.depth[node] + 1)
-                self.shortest.append(0)
-                self.fallback.append(ROOT)
-                self.below.append(range(place, place))
-            node = child
-            self.below[node] = range(self.below[node].start, place + 1)
-        self.shortest[node] = len(pattern)
 
     def _link(self) -> None:
         """Set every node's fallback, and the shortest pattern that ends with it."""
@@ -176,13 +172,7 @@ class PhraseAutomaton:
         characters, used = codecs.utf_8_decode(data, "replace", False)
         return self.symbols.of(characters), data[used:]
 
-    def after(self, texts: Seq[bytes | None]) -> PhraseState:
-        """Return the state after a prompt, whose special tokens (None) cut its text."""
-        node, pending = self.start
-        for text in texts:
-            if text is None:
-                node, pending = self.start
-                continue
-            symbols, pending = self.decoded(pending, text)
-            node = self.walk(node, symbols)
-        return PhraseState(node, pending)
+    def after(self, text: bytes) -> PhraseState:
+        """Return the state after a prompt."""
+        symbols, pending = self.decoded(b"", text)
+        return PhraseState(self.walk(self.start.node, symbols), pending)
