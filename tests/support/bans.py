@@ -13,7 +13,6 @@ from foredraft.constraints.banned import BanList, BannedByMask, BannedByRollback
 from foredraft.constraints.phrases import PhraseAutomaton, Symbols
 from foredraft.constraints.token_masks import TokenTable
 from foredraft.decode.constraint import Constraint
-from tests.support.parts import Remembering
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-class ByDefinition(Remembering):
+class ByDefinition(Constraint):
     def __init__(self, ban: Ban) -> None:
         super().__init__()
         self.ban = ban
@@ -152,7 +151,7 @@ class ByDefinition(Remembering):
         return None if begin is None else max(0, self.ban.owner(self.tokens, begin))
 
 
-class RollbackByDefinition(Remembering):
+class RollbackByDefinition(Constraint):
     def __init__(self, ban: Ban) -> None:
         super().__init__()
         self.ban, self.count = ban, 0

@@ -101,26 +101,22 @@ class _Ban(Constraint):
     narrow, option = False, "ban"
 
     def __init__(self, banned: BanList, start: PhraseState, last: int) -> None:
+        super().__init__()
         self._banned, self._last = banned, last  # the text ends with so many new tokens
-        self._tokens: list[int] = []  # new tokens read
         self._steps = [_Step(start, 0, -1 if start.pending else 0)]  # after n tokens
         self._owners: list[int] = []  # the token with the first byte of each symbol; -1: it is in the prompt
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
 
     def push(self, token: int) -> int | None:
         """Read a token; return the token with which a phrase that is complete begins, None without one."""
         index, (state, symbols, begun) = self.length, self._steps[-1]
         move = self._banned.read(state, token, index + 1 == self._last)
-        self._tokens.append(token)
+        self.tokens.append(token)
         self._owners += [begun] * move.joined + [index] * (move.symbols - move.joined)
         self._steps.append(_Step(move.state, len(self._owners), begun if move.waits else index))
         return None if move.found is None else self._owner(symbols + move.found)
 
     def rewind(self, length: int) -> None:
-        del self._tokens[length:], self._steps[length + 1 :]
+        del self.tokens[length:], self._steps[length + 1 :]
         del self._owners[self._steps[-1].symbols :]
 
     def _owner(self, symbol: int) -> int:
@@ -181,7 +177,7 @@ class BannedByRollback(_Ban):
         return self.length if first is None else first
 
     def roll_back(self, length: int) -> None:
-        token = self._tokens[length]
+        token = self.tokens[length]
         self._taken_back += self.length - length
         self.rewind(length)
         self._forbidden = {at: tokens for at, tokens in self._forbidden.items() if at <= length}
