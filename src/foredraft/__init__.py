@@ -40,24 +40,18 @@ __all__ = [
     "write_trace",
 ]
 
-_HOME = {
-    "CheckpointError": "foredraft.errors",
-    "ConfigError": "foredraft.errors",
-    "ForedraftError": "foredraft.errors",
-    "RequestError": "foredraft.errors",
-    "LLM": "foredraft.llm",
-    "Output": "foredraft.llm",
-    "Piece": "foredraft.llm",
-    "Stream": "foredraft.llm",
-    "SamplingParams": "foredraft.decode.params",
-    "RoundTrace": "foredraft.decode.stats",
-    "Score": "foredraft.decode.scores",
-    "Stats": "foredraft.decode.stats",
-    "load": "foredraft.loading",
-    "write_trace": "foredraft.pages.trace",
-}
-
-__getattr__ = lazily(__name__, _HOME)
+__getattr__ = lazily(
+    __name__,
+    {
+        "foredraft.errors": "CheckpointError ConfigError ForedraftError RequestError",
+        "foredraft.llm": "LLM Output Piece Stream",
+        "foredraft.decode.params": "SamplingParams",
+        "foredraft.decode.stats": "RoundTrace Stats",
+        "foredraft.decode.scores": "Score",
+        "foredraft.loading": "load",
+        "foredraft.pages.trace": "write_trace",
+    },
+)
 
 
 def __dir__() -> list[str]:

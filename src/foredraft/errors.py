@@ -56,15 +56,12 @@ class Option:
     value: Any = NO_VALUE
 
     def __str__(self) -> str:
-        return python_spelling(self)
+        return self.name if self.value is NO_VALUE else f"{self.name}={self.value!r}"
 
 
 Text: TypeAlias = str | tuple[str | Option, ...]
-
-
-def python_spelling(option: Option) -> str:
-    """Return the option as the Python API spells it."""
-    return option.name if option.value is NO_VALUE else f"{option.name}={option.value!r}"
+Spelling: TypeAlias = Callable[[Option], str]
+python_spelling: Spelling = str  # as the Python API spells an option
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
@@ -100,24 +97,22 @@ class ForedraftError(Exception):
         super().__init__(problem)
         self.problem, self.option, self.value, self.remedy = problem, option, value, remedy
 
-    def describe(self, spelling: Callable[[Option], str] = python_spelling) -> str:
+    def describe(self, spelling: Spelling = python_spelling) -> str:
         """Return the error as one line, with every option spelled by `spelling`."""
-        subject = ""
-        if self.option is not None:
-            subject = spelling(Option(self.option))
-            if self.value is not NO_VALUE:
-                subject += f" is {shortened(self.value, SHOWN)}"
-        problem, remedy = join_text(self.problem, spelling), join_text(self.remedy, spelling)
-        if subject and problem:  # "max_draft is 99, but ..." or "logit_bias names token 7"
-            subject += " " if self.value is NO_VALUE else ", "
-        line = subject + problem
+        line = "" if self.option is None else spelling(Option(self.option))
+        if line and self.value is not NO_VALUE:
+            line += f" is {shortened(self.value, SHOWN)}"
+        if problem := join_text(self.problem, spelling):
+            # "max_draft is 99, but ..." or "logit_bias names token 7"
+            line += (" " if self.value is NO_VALUE else ", ") * bool(line) + problem
+        remedy = join_text(self.remedy, spelling)
         return _printable(f"{line}; {remedy}" if remedy else line)
 
     def __str__(self) -> str:
         return self.describe()
 
 
-def join_text(text: Text, spelling: Callable[[Option], str]) -> str:
+def join_text(text: Text, spelling: Spelling) -> str:
     """Return a text as one string, with every option spelled by `spelling`."""
     if isinstance(text, str):
         return text

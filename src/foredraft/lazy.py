@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` that imports each name from its module at first use."""
+    """Return a module-level `__getattr__` that imports names at first use; `modules`: module -> its names."""
+    homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         from importlib import import_module
 
-        return getattr(import_module(modules[name]), name)
+        return getattr(import_module(homes[name]), name)
 
     return get

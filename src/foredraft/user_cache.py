@@ -59,16 +59,14 @@ def cache_folder(kind: str = "") -> Path | None:
 def keyed_path(kind: str, key: Any, suffix: str = ".json") -> Path | None:
     """Return the path of the file under a key, named by the key's hash; None: the cache is off."""
     folder = cache_folder(kind)
-    if folder is None:
-        return None
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder / (digest[:DIGITS] + suffix)
+    return None if folder is None else folder / (_digest_of(key)[:DIGITS] + suffix)
 
 
 def read(kind: str, key: Any) -> Any | None:
     """Return the document under a key, unchecked; None where it is missing, broken or foreign."""
+    path = keyed_path(kind, key)
     try:
-        found = json.loads(_read_bytes(keyed_path(kind, key)) or "")
+        found = json.loads(_read_bytes(path) or "")
         document = found["document"]
         sound = found["key"] == _as_json(key) and found["digest"] == _digest_of(document)
         return document if sound else None

@@ -45,7 +45,7 @@ def test_compiling_the_kernels_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyP
     assert stages[:2] == [("kernels", 0, 1), ("kernels", 1, 1)]
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     assert not compilation.must_compile(), "this process has loaded them"
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     assert compilation.must_compile(), "an empty cache folder has none"
     monkeypatch.undo()
     compilation.library()

@@ -218,7 +218,7 @@ def ends_allowed(mask: Function, tokens: ThinkingTokens, place: Any) -> Any:
 
 @instead
 def content_left_as_it_is(constraint: AfterThinking, length: int) -> None:
-    del constraint._new[length:]
+    del constraint.tokens[length:]
     del constraint._steps[length + 1 :]
     constraint._follow()
 

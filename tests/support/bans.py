@@ -13,7 +13,6 @@ from foredraft.constraints.banned import BanList, BannedByMask, BannedByRollback
 from foredraft.constraints.phrases import PhraseAutomaton, Symbols
 from foredraft.constraints.token_masks import TokenTable
 from foredraft.decode.constraint import Constraint
-from tests.support.parts import Remembering
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Ban:
         symbols = Symbols(ignore_case=self.ignore_case, whole_words=self.whole_words)
         automaton = PhraseAutomaton(self.phrases, symbols, self.stops)
         banned = BanList(automaton, TokenTable(self.texts, self.ends))
-        start = automaton.after([self.texts[token] for token in self.prompt])
+        start = automaton.after(self.text([]))
         if self.mode == "mask":
             return BannedByMask(banned, start, self.last)
         return BannedByRollback(banned, start, self.last, self.rollbacks, holds_all=True)
@@ -121,7 +120,7 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-class ByDefinition(Remembering):
+class ByDefinition(Constraint):
     def __init__(self, ban: Ban) -> None:
         super().__init__()
         self.ban = ban
@@ -152,7 +151,7 @@ class ByDefinition(Remembering):
         return None if begin is None else max(0, self.ban.owner(self.tokens, begin))
 
 
-class RollbackByDefinition(Remembering):
+class RollbackByDefinition(Constraint):
     def __init__(self, ban: Ban) -> None:
         super().__init__()
         self.ban, self.count = ban, 0

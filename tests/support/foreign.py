@@ -1,12 +1,16 @@
-"""Make a file one that another user could have written, in each way that there is."""
+"""Make a file one that another user could have written, in each way that there is; change a document of the cache."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from foredraft import user_cache
 
 Change = Callable[[Path, pytest.MonkeyPatch], str]
 
@@ -38,3 +42,10 @@ NOT_PRIVATE: dict[str, Change] = {
     "an open, sticky folder": _opened(1, 0o1777),
     "an open folder above": _opened(2, 0o777),
 }
+
+
+def replace_document(file: Path, document: Any) -> None:
+    """Change a document of the user's cache, so that the change is not seen by its digest."""
+    content = json.loads(file.read_text())
+    content |= {"document": document, "digest": user_cache._digest_of(document)}
+    file.write_text(json.dumps(content) + "\n")

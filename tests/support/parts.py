@@ -247,26 +247,7 @@ def foreseeing(
     return script
 
 
-class Remembering(Constraint):
-    """Keeps its tokens, and allows all."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def advance(self, token: int) -> int:
-        self.tokens.append(token)
-        return len(self.tokens)
-
-    def rewind(self, length: int) -> None:
-        assert 0 <= length <= len(self.tokens)
-        del self.tokens[length:]
-
-
-class NoRepeat(Remembering):
+class NoRepeat(Constraint):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
@@ -285,7 +266,7 @@ class NoRepeat(Remembering):
         return len(self.tokens)
 
 
-class LateBan(Remembering):
+class LateBan(Constraint):
     """Bans a run of tokens, finds out only at its last one, takes all of it back, and bars its first token there."""
 
     def __init__(self, vocabulary: int, run: tuple[int, ...]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from foredraft.constraints.combined import AfterThinking, ThinkingTokens
 from foredraft.constraints.grammar import Grammar, Grammars
 from foredraft.decode.constraint import Constraint
-from tests.support.parts import Remembering
 
 BREAKS = 2  # line breaks that may stand between the thinking and the content
 
@@ -104,7 +103,7 @@ class Thought:
         return any(each.startswith(text) for each in self.accepted)
 
 
-class ByDefinition(Remembering):
+class ByDefinition(Constraint):
     def __init__(self, thought: Thought) -> None:
         super().__init__()
         self.thought = thought

@@ -6,6 +6,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from foredraft.constraints.phrases import (
+    BOUNDARY,
+    LAST,
+    ROOT,
+    PhraseAutomaton,
+    Symbols,
+    is_word,
+    word_characters,
+)
+from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from tests.support.bans import Ban
 
 DASH = (b"\xe2", b"\x80", b"\x93")  # U+2013, a boundary; E2 B0 80 is a letter, E2 93 B0 a number
@@ -193,3 +203,36 @@ def test_a_rollback_that_bars_all_text_leaves_the_ends_alone() -> None:
             ban.roll_back(ban.advance(token))
         mask = ban.mask()
         assert mask is not None and mask.tolist() == legal
+
+
+OPTIONS = st.tuples(st.booleans(), st.booleans())
+WORDS = st.text(st.sampled_from("abAß _.\0\U0001f642いろ"), min_size=1, max_size=9)
+LONG = [b"aaaaaaab", b"aaaaaaaa", b"aaaaaaa", b"aaaaaa\0", "aaaaaaaいろ".encode()]  # equal at the beginning
+PARTS = [b"", b"\xe3", b"\x81\x84", b"a\xe3\x81", b"\xff", b"\0", *LONG]
+TOKENS = st.lists(st.one_of(WORDS.map(str.encode), st.sampled_from(PARTS)), min_size=1, max_size=30)
+
+
+@given(tokens=TOKENS, phrases=st.lists(WORDS, min_size=1, max_size=4), options=OPTIONS)
+@settings(max_examples=300)
+def test_a_vocabulary_is_sorted_and_searched_as_its_tokens_are(
+    tokens: list[bytes], phrases: list[str], options: tuple[bool, bool]
+) -> None:
+    ignore_case, whole_words = options
+    automaton = PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), ("x",))
+    masks = TokenMasks(automaton, TokenTable(tuple(tokens), frozenset([0])))
+    decoded = [automaton.decoded(b"", text) for text in tokens]
+    streams = [symbols for symbols, _ in decoded]
+    if whole_words:
+        streams[0] = BOUNDARY
+    order = sorted(range(len(tokens)), key=streams.__getitem__)
+    assert masks._order.tolist() == order
+    assert masks._sorted == [streams[id] for id in order]
+    assert masks._within.tolist() == [automaton.completes(ROOT, each) for each in streams]
+    closed = [automaton.completes(ROOT, each + automaton.symbols.edge) for each in streams]
+    assert (masks._within | masks._within_last).tolist() == closed
+    opening = {(decoded[id][0], decoded[id][1]) for id in range(len(tokens)) if decoded[id][1]}
+    assert masks._opening.keys() == opening
+
+
+def test_characters_of_words_are_those_that_are_it_one_by_one() -> None:
+    assert word_characters().tolist() == [is_word(chr(code)) for code in range(LAST)]

@@ -1,4 +1,4 @@
-"""How long masks may take, and which honest grammars must pass all limits."""
+"""How long masks may take, which honest grammars must pass all limits, and masks of whole vocabularies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from foredraft import demo
-from foredraft.constraints import grammar
+from foredraft.constraints import ConstraintFactory, grammar
 from foredraft.constraints.grammar import (
     PATIENCE,
     SECONDS_PER_MASK,
@@ -25,9 +27,11 @@ from foredraft.constraints.grammar import (
     Pace,
     check_grammar,
 )
+from foredraft.decode.params import SamplingParams
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
+from tests.support import alphabets
 from tests.support.panics import panic, raising
 
 
@@ -198,3 +202,56 @@ def test_large_schemas_pass_all_limits(
         made.advance(token)
     mask = made.mask()
     assert mask is not None and bool(mask[0]), "the text is whole"
+
+
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string", "maxLength": 9}}}'
+)
+TEXT = '{"a": "The target checks", "b": "all to"}'
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_masks_with_slices_are_those_without(name: str) -> None:
+    codec = ByteCodec(alphabets.make(name))
+    for option, text in (("json_schema", SCHEMA), ("regex", '.*"b": "[a-z ]{1,30}"}')):
+        grammars = Grammars(codec, 600, frozenset([2]))
+        one, other = grammars.maker(option, text)(), grammars.maker(option, text)()
+        for token in codec.spell(TEXT):
+            masks = one.mask(), other.mask()
+            assert masks[0] is not None and masks[1] is not None and torch.equal(*masks)
+            one.advance(token)
+            other.advance(token)
+
+
+def test_a_long_text_keeps_few_masks_and_can_be_rewound_to_all() -> None:
+    codec = ByteCodec(alphabets.make("byte-level"))
+    made = Grammars(codec, 600, frozenset([2])).maker("regex", "[a-z ]{1,400}")()
+    tokens, masks = codec.spell("the target checks all " * 16), list[Tensor | None]()
+    for token in tokens:
+        masks.append(made.mask())
+        made.advance(token)
+    assert len(tokens) > 2 * grammar.KEPT >= 2 * len(made._masks)
+    for length in range(len(tokens) - 1, -1, -1):
+        made.rewind(length)
+        found, before = made.mask(), masks[length]
+        assert found is not None and before is not None and torch.equal(found, before)
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_a_whole_text_of_a_model_without_an_end_can_only_stop(name: str) -> None:
+    """The library needs an end of text, and gets an id that shows no text; it must not be drawn."""
+    codec = ByteCodec(alphabets.make(name))
+    made = Grammars(codec, 600, frozenset()).maker("regex", "ab")()
+    for token in codec.spell("ab"):
+        assert not made.at_dead_end
+        made.advance(token)
+    assert made.at_dead_end and made.retreat() is None
+    assert made.ended_by == "regex: the text is complete, and no end-of-text token is allowed"
+
+
+def test_slices_are_made_for_the_second_request() -> None:
+    factory = ConstraintFactory(alphabets.make("byte-level"), 384, frozenset([2]))
+    for makes_slices in (False, True):
+        make = factory.maker([1], SamplingParams(regex="[a-z]+", max_new_tokens=9))
+        assert make() is not make()
+        assert ("_sliced" in vars(factory.grammars)) is makes_slices

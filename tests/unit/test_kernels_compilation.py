@@ -16,10 +16,9 @@ from foredraft import ConfigError, kernels, loading, user_cache
 from foredraft.kernels import building, compilation
 from foredraft.loading import load
 from foredraft.model.runner.native import check
-from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import QUICK, copying_compiler
-from tests.support.foreign import NOT_PRIVATE
+from tests.support.foreign import NOT_PRIVATE, replace_document
 
 # compiles an empty library, whatever it is asked for; the object file is never read
 EMPTY_LIBRARY = """case "$*" in *-shared*) while [ "$1" != -o ]; do shift; done; echo | cc -shared -fPIC -x c - -o "$2";; esac"""
@@ -41,8 +40,8 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled_before
     monkeypatch.setenv("PATH", str(compiled_before), prepend=os.pathsep)
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, QUICK))
     monkeypatch.setattr(building, "LIBRARIES", tmp_path / "none")
-    fresh = compilation.functools.cache(compilation._library_or_reason.__wrapped__)
-    monkeypatch.setattr(compilation, "_library_or_reason", fresh)
+    fresh = compilation.functools.cache(compilation._loaded.__wrapped__)
+    monkeypatch.setattr(compilation, "_loaded", fresh)
     yield
     check.unserved_because.cache_clear()
 
@@ -64,7 +63,7 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def start_again() -> Any:
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     return compilation.library()
 
 
@@ -200,7 +199,7 @@ def test_a_model_without_kernels_compiles_none(
     monkeypatch.setattr(loading.runners, "make_runner", stop_loading)
     with pytest.raises(ConfigError, match="loading stopped"):
         load(folder, device="cpu", **options)  # type: ignore[arg-type]
-    assert not compilation._library_or_reason.cache_info().currsize
+    assert not compilation._loaded.cache_info().currsize
 
 
 def test_a_compiler_that_fails_on_a_full_disk_is_one_line(

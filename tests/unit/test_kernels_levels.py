@@ -70,8 +70,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[building.Level]:
 
 def start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this process has loaded no kernels."""
-    fresh = compilation.functools.cache(compilation._library_or_reason.__wrapped__)
-    monkeypatch.setattr(compilation, "_library_or_reason", fresh)
+    fresh = compilation.functools.cache(compilation._loaded.__wrapped__)
+    monkeypatch.setattr(compilation, "_loaded", fresh)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -111,7 +111,7 @@ def test_a_level_that_the_compiler_does_not_know_is_passed_over_unless_it_is_nam
     assert compilation.describe_level() == (
         "x86-64-v4-vnni; this CPU has x86-64-v4-bf16, too, which may be faster: a newer C compiler or the wheel has it"
     )
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     monkeypatch.setenv(compilation.VARIABLE, second)
     compilation.library()
     assert compiled[-1].name == second, "the compiler then says what it does not know"
@@ -122,7 +122,7 @@ def test_people_are_told_what_the_cpu_lacks_and_how_to_get_a_better_level(
 ) -> None:
     assert compilation.describe_level() == "x86-64-v4-bf16; this CPU has no AMX"
     monkeypatch.setenv(compilation.VARIABLE, "x86-64-v3")
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     assert compilation.describe_level() == (
         "x86-64-v3; this CPU has x86-64-v4-bf16, too, which may be faster: unset FOREDRAFT_CPU_LEVEL"
     )
@@ -219,7 +219,7 @@ def test_the_level_that_the_variable_names_is_loaded_and_no_other(
 ) -> None:
     monkeypatch.setenv(compilation.VARIABLE, level)
     assert loaded(installed) == level == compilation.level_in_use()
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     (installed / f"{level}.so").unlink()
     assert loaded(installed) is None
 
@@ -264,7 +264,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_instead(
     assert "cannot be loaded" in caplog.text
     monkeypatch.setattr(building, "compiler", lambda: ["cc"])
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, QUICK))
-    compilation._library_or_reason.cache_clear()
+    compilation._loaded.cache_clear()
     assert compilation.library() is not None
 
 

@@ -19,8 +19,8 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.runner import InvariantShapes, cached_shapes, invariant_shapes, probe_shapes, shape_cache
 from foredraft.model.runner.invariant_shapes import FALLBACK
 from foredraft.model.weights import load_decoder
-from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
+from tests.support.foreign import replace_document
 
 CPU = torch.device("cpu")
 FOUND = InvariantShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=256, row_step=4, apart=True)

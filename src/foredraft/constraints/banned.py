@@ -71,7 +71,7 @@ class BanList:
         return Move(state, len(symbols), joined, waits, phrases.search(node, symbols))
 
     @cached_property
-    def _speaks_safely(self) -> bool:
+    def speaks_safely(self) -> bool:
         """Whether some token with text can never be forbidden by a rollback: it begins no phrase."""
         first = {pattern.lstrip(BOUNDARY)[0] for pattern in self.phrases.patterns}
         for id in self.table.speaks.nonzero()[:, 0].tolist():
@@ -79,9 +79,6 @@ class BanList:
             if not pending and not first.intersection(symbols):
                 return True
         return False
-
-    def has_safe_token(self, *, ends_are_barred: bool) -> bool:
-        return bool(self.table.ends and not ends_are_barred) or self._speaks_safely
 
 
 NO_TOKEN = "ban: every token would complete banned text"
@@ -104,26 +101,22 @@ class _Ban(Constraint):
     narrow, option = False, "ban"
 
     def __init__(self, banned: BanList, start: PhraseState, last: int) -> None:
+        super().__init__()
         self._banned, self._last = banned, last  # the text ends with so many new tokens
-        self._tokens: list[int] = []  # new tokens read
         self._steps = [_Step(start, 0, -1 if start.pending else 0)]  # after n tokens
         self._owners: list[int] = []  # the token with the first byte of each symbol; -1: it is in the prompt
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
 
     def push(self, token: int) -> int | None:
         """Read a token; return the token with which a phrase that is complete begins, None without one."""
         index, (state, symbols, begun) = self.length, self._steps[-1]
         move = self._banned.read(state, token, index + 1 == self._last)
-        self._tokens.append(token)
+        self.tokens.append(token)
         self._owners += [begun] * move.joined + [index] * (move.symbols - move.joined)
         self._steps.append(_Step(move.state, len(self._owners), begun if move.waits else index))
         return None if move.found is None else self._owner(symbols + move.found)
 
     def rewind(self, length: int) -> None:
-        del self._tokens[length:], self._steps[length + 1 :]
+        del self.tokens[length:], self._steps[length + 1 :]
         del self._owners[self._steps[-1].symbols :]
 
     def _owner(self, symbol: int) -> int:
@@ -184,7 +177,7 @@ class BannedByRollback(_Ban):
         return self.length if first is None else first
 
     def roll_back(self, length: int) -> None:
-        token = self._tokens[length]
+        token = self.tokens[length]
         self._taken_back += self.length - length
         self.rewind(length)
         self._forbidden = {at: tokens for at, tokens in self._forbidden.items() if at <= length}
@@ -249,9 +242,8 @@ class Bans:
             start = self._prompt_state(banned, prompt, show_special)
         if params.ban_mode == "mask":
             return lambda: BannedByMask(banned, start, last)
-        holds_all = params.text_grammar is not None or not banned.has_safe_token(
-            ends_are_barred=params.min_new_tokens > 0
-        )
+        may_end = bool(ends) and not params.min_new_tokens
+        holds_all = params.text_grammar is not None or not (may_end or banned.speaks_safely)
         return lambda: BannedByRollback(banned, start, last, params.ban_rollbacks, holds_all=holds_all)
 
     def _made(self, asked: _Asked) -> BanList:
@@ -268,12 +260,10 @@ class Bans:
 
     def _prompt_state(self, banned: BanList, prompt: list[int], show_special: bool) -> PhraseState:
         """Return the automaton's state after as much of the prompt's end as a phrase may span."""
-        phrases, texts = banned.phrases, list[bytes | None]()
-        reach = 4 * max(map(len, phrases.patterns)) + 4
+        text, reach = b"", 4 * max(map(len, banned.phrases.patterns)) + 4
         for token in reversed(prompt):
-            if reach <= 0:
+            is_cut = not show_special and token in self._tokenizer.special
+            if is_cut or len(text) >= reach:
                 break
-            text = banned.table.texts[token]
-            texts.append(None if not show_special and token in self._tokenizer.special else text)
-            reach -= len(text)
-        return phrases.after(texts[::-1])
+            text = banned.table.texts[token] + text
+        return banned.phrases.after(text)

@@ -23,21 +23,11 @@ class AllowedTokens(Constraint):
     option = "allowed_token_ids"
 
     def __init__(self, mask: Tensor) -> None:
-        self._mask, self._length = mask, 0
-
-    @property
-    def length(self) -> int:
-        return self._length
+        super().__init__()
+        self._mask = mask
 
     def mask(self) -> Tensor | None:
         return self._mask
-
-    def advance(self, token: int) -> int:
-        self._length += 1
-        return self._length
-
-    def rewind(self, length: int) -> None:
-        self._length = length
 
 
 def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
@@ -134,10 +124,10 @@ class _ThinkingStep(NamedTuple):
 class AfterThinking(Constraint):
     """Leaves the thinking free and holds the content to another constraint."""
 
-    def __init__(self, tokens: ThinkingTokens, begun: bool, content: Constraint) -> None:
-        self._tokens, self._content, self.option = tokens, content, content.option
+    def __init__(self, table: ThinkingTokens, begun: bool, content: Constraint) -> None:
+        super().__init__()
+        self._table, self._content, self.option = table, content, content.option
         phase, begin = (Phase.THINKING, None) if begun else (Phase.OPENING, 0)
-        self._new: list[int] = []
         self._steps = [_ThinkingStep(ThinkingPlace(phase), begin)]  # after n new tokens
         self._origin = 0  # the token with which the content began for `content`
 
@@ -145,22 +135,18 @@ class AfterThinking(Constraint):
     def narrow(self) -> bool:  # type: ignore[override]
         return self._steps[-1].place.phase is not Phase.THINKING
 
-    @property
-    def length(self) -> int:
-        return len(self._new)
-
     def mask(self) -> Tensor | None:
         place, begin = self._steps[-1]
         if begin is None:
-            return self._tokens.mask(place)
+            return self._table.mask(place)
         mask = self._content.mask()
         if place.phase is Phase.CONTENT or mask is None:
             return mask
-        return mask | self._tokens.mask(place)
+        return mask | self._table.mask(place)
 
     def advance(self, token: int) -> int:
         place, begin = self._steps[-1]
-        after = self._tokens.after(place, token) or CONTENT
+        after = self._table.after(place, token) or CONTENT
         if after.phase is Phase.BREAK:
             begin = self.length + 1
         elif after.phase is Phase.THINKING:
@@ -168,14 +154,13 @@ class AfterThinking(Constraint):
         elif after.phase is Phase.OPENING and begin is not None:  # it may turn out to be content
             mask = self._content.mask()
             begin = begin if mask is None or bool(mask[token]) else None
-        self._new.append(token)
+        self.tokens.append(token)
         self._steps.append(_ThinkingStep(after, begin))
         self._follow()
         return self.length
 
     def rewind(self, length: int) -> None:
-        del self._new[length:]
-        del self._steps[length + 1 :]
+        del self.tokens[length:], self._steps[length + 1 :]
         self._content.rewind(max(0, min(self._content.length, length - self._origin)))
         self._follow()
 
@@ -187,7 +172,7 @@ class AfterThinking(Constraint):
         if begin != self._origin:
             self._content.rewind(0)
             self._origin = begin
-        for token in self._new[begin + self._content.length :]:
+        for token in self.tokens[begin + self._content.length :]:
             self._content.advance(token)
 
     def retreat(self) -> int | None:

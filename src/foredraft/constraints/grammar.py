@@ -175,11 +175,6 @@ class _Vocabulary:
         return ids[: len(ids) - len(ids) // 4]  # what follows the cut may change the tokens before it
 
 
-def with_slices(tokenizer: LLTokenizer) -> LLTokenizer:
-    """Return the tables with slices, which states may allow whole: 0.1 ms a mask in JSON strings, not 3."""
-    return tokenizer.with_slices(LLTokenizer.general_slices())
-
-
 def compile_grammar(option: str, text: str, tokenizer: LLTokenizer, pace: Pace) -> LLMatcher:
     """Return a matcher at the beginning of a text, with its first mask computed."""
     matcher = LLMatcher(tokenizer, _source(option, text), log_level=0, limits=LIMITS)
@@ -243,7 +238,8 @@ class Grammars:
 
     @cached_property
     def _sliced(self) -> LLTokenizer:
-        return with_slices(self._plain)
+        """The tables with slices, which states may allow whole: 0.1 ms a mask in JSON strings, not 3."""
+        return self._plain.with_slices(LLTokenizer.general_slices())
 
     def maker(self, option: str, text: str) -> Callable[[], Grammar]:
         """Return a function that makes the grammar of each sequence; what they share is made here."""

@@ -150,13 +150,7 @@ class PhraseAutomaton(Automaton):
         characters, used = codecs.utf_8_decode(data, "replace", False)
         return self.symbols.of(characters), data[used:]
 
-    def after(self, texts: Seq[bytes | None]) -> PhraseState:
-        """Return the state after a prompt, whose special tokens (None) cut its text."""
-        node, pending = self.start
-        for text in texts:
-            if text is None:
-                node, pending = self.start
-                continue
-            symbols, pending = self.decoded(pending, text)
-            node = self.walk(node, symbols)
-        return PhraseState(node, pending)
+    def after(self, text: bytes) -> PhraseState:
+        """Return the state after a prompt."""
+        symbols, pending = self.decoded(b"", text)
+        return PhraseState(self.walk(self.start.node, symbols), pending)

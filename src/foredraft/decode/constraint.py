@@ -27,16 +27,19 @@ class ConstraintError(Exception):
 
 
 class Constraint:
-    """Base class: the state of one sequence. Lengths count new tokens."""
+    """Base class: the state of one sequence; it keeps its tokens and allows all. Lengths count new tokens."""
 
     ended_by: str | None = None  # why the text has to end here, for people; None while it may go on
     failed: str | None = None  # the error that broke it, for people, naming the option; None while it works
     option: str = "constraint"  # the option that asks for it
     narrow: bool = True  # it forbids most tokens, so that a draft made without its masks is soon illegal
 
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # new tokens read
+
     @property
     def length(self) -> int:
-        raise NotImplementedError
+        return len(self.tokens)
 
     def mask(self) -> Tensor | None:
         """Return which tokens may be next, [V] bool on the CPU, not to be written to; None allows all."""
@@ -52,11 +55,12 @@ class Constraint:
 
         It does not roll back: along a draft the token is tentative, and `rewind` undoes it without a trace.
         """
-        raise NotImplementedError
+        self.tokens.append(token)
+        return self.length
 
     def rewind(self, length: int) -> None:
         """Return to the state after the first `length` new tokens; any earlier length is valid."""
-        raise NotImplementedError
+        del self.tokens[length:]
 
     def roll_back(self, length: int) -> None:
         """Carry out the rollback that `advance` or `retreat` returned: rewind, and bar the same way."""

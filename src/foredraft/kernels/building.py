@@ -39,6 +39,12 @@ class Level:
     adds: str  # what it has over the next lower level, for people
     zig: str  # Zig's name of such a CPU
 
+    def plus(self, name: str, adds: str, **sets: str) -> Level:
+        """Return the level with further instruction sets: names of GCC and Zig -> names of Linux."""
+        flags = (f"-m{each.replace('_', '-')}" for each in sets)
+        needs = self.needs | {*sets.values()}
+        return Level(name, (*self.flags, *flags), needs, adds, "+".join([self.zig, *sets]))
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -48,42 +54,27 @@ class System:
     tag: str  # the wheel's tag for that version
 
 
-_V3 = frozenset("cx16 lahf_lm popcnt sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_V4_VNNI = _V4 | {"avx512_vnni"}
-_V4_BF16 = _V4_VNNI | {"avx512_bf16"}
-_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
-_BF16 = (*_VNNI, "-mavx512bf16")
-_ZIG_BF16 = "x86_64_v4+avx512vnni+avx512bf16"
-_X86 = (
-    Level(
-        "x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"},
-        "AMX", f"{_ZIG_BF16}+amx_tile+amx_bf16",
-    ),
-    Level("x86-64-v4-bf16", _BF16, _V4_BF16, "AVX-512 BF16", _ZIG_BF16),
-    Level("x86-64-v4-vnni", _VNNI, _V4_VNNI, "AVX-512 VNNI", "x86_64_v4+avx512vnni"),
-    Level("x86-64-v4", ("-march=x86-64-v4",), _V4, "AVX-512", "x86_64_v4"),
-    Level(
-        "x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"},
-        "AVX-VNNI", "x86_64_v3+avxvnni",
-    ),
-    Level("x86-64-v3", ("-march=x86-64-v3",), _V3, "AVX2", "x86_64_v3"),
-)  # fmt: skip
+_SETS_V3 = frozenset("cx16 lahf_lm popcnt sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+_SETS_V4 = _SETS_V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_V3 = Level("x86-64-v3", ("-march=x86-64-v3",), _SETS_V3, "AVX2", "x86_64_v3")
+_V4 = Level("x86-64-v4", ("-march=x86-64-v4",), _SETS_V4, "AVX-512", "x86_64_v4")
+_VNNI = _V4.plus("x86-64-v4-vnni", "AVX-512 VNNI", avx512vnni="avx512_vnni")
+_BF16 = _VNNI.plus("x86-64-v4-bf16", "AVX-512 BF16", avx512bf16="avx512_bf16")
+_AMX = _BF16.plus("x86-64-v4-amx", "AMX", amx_tile="amx_tile", amx_bf16="amx_bf16")
+_X86 = (_AMX, _BF16, _VNNI, _V4, _V3.plus("x86-64-v3-vnni", "AVX-VNNI", avxvnni="avx_vnni"), _V3)
 # Neoverse V1 has the products of Armv8.6 without the rest of it.
 _V8_2 = frozenset("atomics asimdrdm asimdhp asimddp".split())
 _DOTS, _ZIG_DOTS = "-march=armv8.2-a+fp16+dotprod", "generic+v8_2a+fullfp16+dotprod"
+_MATRICES, _I8MM = "products of int8 and bfloat16 matrices", _V8_2 | {"i8mm", "bf16"}
 _ARM64 = (
-    Level(
-        "arm64-i8mm", (f"{_DOTS}+i8mm+bf16",), _V8_2 | {"i8mm", "bf16"},
-        "products of int8 and bfloat16 matrices", f"{_ZIG_DOTS}+i8mm+bf16",
-    ),
+    Level("arm64-i8mm", (f"{_DOTS}+i8mm+bf16",), _I8MM, _MATRICES, f"{_ZIG_DOTS}+i8mm+bf16"),
     Level("arm64-dotprod", (_DOTS,), _V8_2, "dot products of int8", _ZIG_DOTS),
     Level("arm64", ("-march=armv8-a",), frozenset(), "NEON", "generic"),
-)  # fmt: skip
+)
 SYSTEMS = {
     "linux-x86_64": System(_X86, ".so", "x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64"),
     "linux-aarch64": System(_ARM64, ".so", "aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64"),
-    "macos-x86_64": System(_X86[3:4] + _X86[-1:], ".dylib", "x86_64-macos.11.0", "macosx_11_0_x86_64"),
+    "macos-x86_64": System((_V4, _V3), ".dylib", "x86_64-macos.11.0", "macosx_11_0_x86_64"),
     "macos-arm64": System(_ARM64, ".dylib", "aarch64-macos.11.0", "macosx_11_0_arm64"),
 }
 
@@ -111,10 +102,6 @@ def compiler() -> list[str] | None:
     return None
 
 
-def cross_compiler(system: System) -> list[str]:
-    return [sys.executable, "-m", "ziglang", "cc", "-target", system.triple, "-g0", "-s"]
-
-
 def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE.flags) -> None:
     objects = path.with_suffix(".o")
     try:
@@ -127,11 +114,13 @@ def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE.flags
 
 
 def build_levels(folder: Path, system: System, command: list[str] | None = None) -> list[Path]:
+    """Compile the library of each level, by Zig if no command is given; return them and their manifest."""
     paths = {level.name: folder / f"{level.name}{system.suffix}" for level in system.levels}
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", system.triple, "-g0", "-s"]
 
     def compile_level(level: Level) -> None:
         flags = (f"-mcpu={level.zig}",) if command is None else level.flags
-        build(command or cross_compiler(system), paths[level.name], flags)
+        build(command or zig, paths[level.name], flags)
 
     with ThreadPoolExecutor() as pool:
         [*pool.map(compile_level, system.levels)]

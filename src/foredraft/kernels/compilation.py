@@ -114,25 +114,28 @@ ELSEWHERE = "foredraft-kernels-"  # first characters of the names of folders for
 
 
 class _Loaded(NamedTuple):
-    library: ctypes.CDLL
-    level: str
+    library: ctypes.CDLL | None
+    level: str | None = None
     compiled: bool = False  # here, and not carried by the wheel
+    reason: str | None = None  # why there is no library
 
 
 def library() -> ctypes.CDLL | None:
-    found = _library_or_reason()
-    return None if isinstance(found, str) else found.library
+    return _loaded().library
 
 
 def level_in_use() -> str | None:
-    found = _library_or_reason()
-    return None if isinstance(found, str) else found.level
+    return _loaded().level
+
+
+def unavailable_because() -> str | None:
+    return _loaded().reason
 
 
 def describe_level() -> str:
     """Return the level of kernels that there are, and what better ones the CPU lacks, or how to get them."""
-    found, has = _library_or_reason(), cpu_levels()
-    assert not isinstance(found, str), "there are kernels"
+    found, has = _loaded(), cpu_levels()
+    assert found.level is not None, "there are kernels"
     if has and found.level != has[0].name:
         remedy = "a newer C compiler or the wheel has it" if found.compiled else "install foredraft again"
         remedy = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else remedy
@@ -144,7 +147,7 @@ def describe_level() -> str:
 
 def must_compile() -> bool:
     """Return whether the first call of `library` in this process compiles the kernels, for seconds."""
-    if _library_or_reason.cache_info().currsize or find_shipped() is not None:
+    if _loaded.cache_info().currsize or find_shipped() is not None:
         return False
     command = building.compiler()
     try:
@@ -154,11 +157,6 @@ def must_compile() -> bool:
         return user_cache.find_file(KIND, key, building.SUFFIX) is None
     except (OSError, subprocess.SubprocessError):
         return True
-
-
-def unavailable_because() -> str | None:
-    found = _library_or_reason()
-    return found if isinstance(found, str) else None
 
 
 def declare(function: Any, arguments: tuple[type, ...], *, allocates: bool = False) -> Any:
@@ -175,7 +173,7 @@ def _check_memory(result: int, *_: Any) -> int:
 
 
 @functools.cache
-def _library_or_reason() -> _Loaded | str:
+def _loaded() -> _Loaded:
     if (path := find_shipped()) is not None:
         try:
             return _Loaded(open_library(path), path.stem)
@@ -183,12 +181,12 @@ def _library_or_reason() -> _Loaded | str:
             logger.warning("the kernels of this installation cannot be loaded (%s)", error)
     command = building.compiler()
     if command is None:
-        return _none_because()
+        return _Loaded(None, reason=_none_because())
     try:
         level = _level_of(command)
         return _Loaded(_compiled(command, level), level.name, compiled=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the kernels cannot be compiled ({_reason(error)})"
+        return _Loaded(None, reason=f"the kernels cannot be compiled ({_reason(error)})")
 
 
 def _none_because() -> str:

@@ -30,5 +30,6 @@ __all__ = [
     "verify",
 ]
 
-_HOME = dict.fromkeys(__all__, "foredraft.verify.verify_records") | {"verify": "foredraft.verify.verify_run"}
-__getattr__ = lazily(__name__, _HOME)
+_RECORDS = "DistributionTest Divergence DraftPosition Identity VerifyReport"
+_HOMES = {"foredraft.verify.verify_records": _RECORDS, "foredraft.verify.verify_run": "verify"}
+__getattr__ = lazily(__name__, _HOMES)
