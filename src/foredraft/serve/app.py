@@ -17,16 +17,7 @@ from starlette.websockets import WebSocket
 
 import foredraft
 from foredraft.errors import shortened
-from foredraft.serve.bodies import (
-    SHAPES,
-    SHORT,
-    BoundedBodies,
-    KnownOrigins,
-    answer,
-    is_local,
-    json_object,
-    opened,
-)
+from foredraft.serve.bodies import SHAPES, SHORT, BoundedBodies, KnownOrigins, answer, is_local, json_object
 from foredraft.serve.completions import ChatReply, CompletionReply
 from foredraft.serve.generations import Generation, Model
 from foredraft.serve.limits import Client
@@ -38,7 +29,7 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Loader
-from foredraft.serve.streaming import SSE_HEADERS, Socket, plain_text, server_sent
+from foredraft.serve.streaming import SSE_HEADERS, Socket, opened, plain_text, server_sent
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
 logger = logging.getLogger(__name__)

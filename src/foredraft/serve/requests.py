@@ -92,6 +92,9 @@ class _Request(_Sampling):
     provenance: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
+    def chat(self) -> Any:
+        return self
+
     @property
     def shared(self) -> dict[str, Any]:
         """The options of the library that are given with the library's own values."""
@@ -206,9 +209,6 @@ class ChatRequest(_Request):
     def ignored_tools(self) -> tuple[str, ...]:
         return self._further.ignored_tools
 
-    def chat(self) -> ChatRequest:
-        return self
-
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
         if llm.tokenizer is None:
@@ -272,9 +272,6 @@ class CompletionRequest(_Request):
         if isinstance(next(iter(self.prompt), 0), int):
             return (None,)
         return tuple(each if isinstance(each, str) else None for each in self.prompt)
-
-    def chat(self) -> CompletionRequest:
-        return self
 
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the prompts, and add the length and the scores to `options`."""

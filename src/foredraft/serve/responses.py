@@ -65,18 +65,15 @@ class AllowedTools(BaseModel, extra="forbid", strict=True):
     tools: Items[OtherTool]
 
 
-def _kind_of_choice(choice: Any) -> Literal["word", "allowed", "named"]:
-    if isinstance(choice, str):
-        return "word"
-    return "allowed" if kind_of(choice) == "allowed_tools" else "named"
-
-
 AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[AllowedTools, Tag("allowed_tools")]
     | Annotated[OtherTool, Tag("named")],
-    Discriminator(_kind_of_choice),
-]
+    Discriminator(
+        lambda choice: "word" if isinstance(choice, str)
+        else "allowed_tools" if kind_of(choice) == "allowed_tools" else "named"
+    ),
+]  # fmt: skip
 
 
 class ResponsesRequest(Body):
