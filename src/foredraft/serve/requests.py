@@ -59,6 +59,10 @@ else:
         field: (_json_type(declared(SamplingParams)[name].value) | None, None)
         for name, field in fields.SHARED.items()
     }
+    _fields |= dict.fromkeys(fields.FORMS, (str | None, None)) | {
+        "guided_json": (str | dict[str, Any] | None, None),
+        "guided_choice": (Items[str] | None, None),
+    }
     _Sampling = create_model("_Sampling", __base__=fields.Body, **_fields)
 
 
@@ -72,13 +76,6 @@ class _Request(_Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    ebnf: str | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Items[str] | None = None
-    guided_grammar: str | None = None
     structured_outputs: fields.StructuredOutputs | None = None
     n_predict: int | None = Field(default=None, ge=-1)
     best_of: int | None = None

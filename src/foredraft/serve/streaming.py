@@ -189,15 +189,16 @@ class Socket:
             forget_frames(error)
             frames.append(error.body)
         frames.append({"done": True, "reason": reason})
+
+        async def send_all() -> None:
+            with suppress(Exception):  # the client has gone
+                for frame in frames:
+                    await self._send(id, frame)
+
         if not self._closed:
-            ending = asyncio.create_task(self._send_all(id, frames))
+            ending = asyncio.create_task(send_all())
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
-
-    async def _send_all(self, id: str, frames: list[Event]) -> None:
-        with suppress(Exception):  # the client has gone
-            for frame in frames:
-                await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:
