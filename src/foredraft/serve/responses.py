@@ -23,7 +23,7 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values nam
 # Fields of the request that the response repeats, with what holds where the request has none.
 REPEATED: dict[str, Any] = {
     "instructions": None, "temperature": None, "top_p": None, "max_output_tokens": None, "metadata": {},
-    "parallel_tool_calls": True, "tool_choice": "auto", "truncation": "disabled",
+    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "truncation": "disabled",
 }  # fmt: skip
 # Why a text ends that is not whole -> reason of the API.
 CUT = {"length": "max_output_tokens", "constraint": "content_filter"}
