@@ -1,18 +1,29 @@
-"""Replies with reasoning, text and several calls: each shape of the API, streamed and whole, cut anywhere."""
+"""Replies with reasoning, text and several calls: each shape of the API, streamed and whole, cut anywhere; the reader
+of calls, and the grammar that calls are constrained by."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 pytest.importorskip("fastapi")
 
+import foredraft
+from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.chat import ChatTemplate
+from foredraft.serve.blocks import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.completions import ChatReply
+from foredraft.serve.conversation import spelled_out
 from foredraft.serve.messages import MessageReply
+from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.responses import ResponseReply
+from foredraft.serve.tools import NamedChoice, Tool, Tools
 from tests.support.mutation import assert_caught, defect
 from tests.support.replies import CALL, Written
 
@@ -177,3 +188,241 @@ def test_a_marker_s_last_token_counted_as_content_is_caught(monkeypatch: pytest.
     early = lambda sound: lambda sample: max(0, sound(sample) - 1)  # noqa: E731
     check = lambda: check_limit(len(TEXT))  # noqa: E731
     assert_caught(defect("one token too few", Sample.reasoning_tokens, early, check), monkeypatch)
+
+
+ARGUMENTS = '{"path": "a}\\"b", "n": [1, {"x": "]"}]}'
+Found = tuple[str, list[tuple[str, str]]]
+CASES: list[tuple[CallFormat, str, Found]] = [
+    (HERMES, "hello", ("hello", [])),
+    (HERMES, "x <tool_cal y ", ("x <tool_cal y ", [])),
+    (
+        HERMES, f'Sure.\n<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>\n',
+        ("Sure.", [("read", ARGUMENTS)]),
+    ),
+    (
+        HERMES, '<tool_call>{"name":"read","arguments":{}}</tool_call>\n<tool_call>\n{"name": "write", "arguments": {"a": 1} }\n</tool_call>',
+        ("", [("read", "{}"), ("write", '{"a": 1}')]),
+    ),
+    (HERMES, '<tool_call>\n{"arguments": {"a": 1}, "name": "read"}\n</tool_call>', ("", [("read", '{"a": 1}')])),
+    (HERMES, '<tool_call>\n{"name": "read", "arguments": "{\\"a\\": 1}"}\n</tool_call>', ("", [("read", '{"a": 1}')])),
+    (HERMES, '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call> x', ('<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call> x', [])),
+    (HERMES, '<tool_call>\n{"name": "read", "arguments": {"a": 1', ("", [("read", '{"a": 1')])),
+    (HERMES, "<tool_call>\nbad", ("<tool_call>\nbad", [])),
+    (HERMES, '<tool_call>{"name":"read","arguments":{}}</tool_call> and then', ("and then", [("read", "{}")])),
+    (LLAMA, f'{{"name": "read", "parameters": {ARGUMENTS}}}', ("", [("read", ARGUMENTS)])),
+    (LLAMA, '{"name": "read", "parameters": {}}; {"name": "write", "parameters": {"a": 1}}', ("", [("read", "{}"), ("write", '{"a": 1}')])),
+    (LLAMA, '{"answer": 5, "x": {}}', ('{"answer": 5, "x": {}}', [])),
+    (LLAMA, '  text {"name": 1}', ('  text {"name": 1}', [])),
+    (LLAMA, '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
+    (LLAMA, '{"na', ('{"na', [])),
+    (MISTRAL, f'[{{"name": "read", "arguments": {ARGUMENTS}}}, {{"name": "write", "arguments": {{}}}}]', ("", [("read", ARGUMENTS), ("write", "{}")])),
+    (MISTRAL, '[{"name": "read", "arguments": {"a": 1}, "id": "9aBcDeFgH"}, {"name": "write", "arguments": {} , "id": "1"}]', ("", [("read", '{"a": 1}'), ("write", "{}")])),
+    (MISTRAL, "[1, 2]", ("[1, 2]", [])),
+    (MISTRAL, '[{"a": 1}]', ('[{"a": 1}]', [])),
+    (HERMES, "", ("", [])),
+]  # fmt: skip
+
+
+def read(
+    format: CallFormat, text: str, cuts: list[int], most: int | None = None, *, cut: bool = False
+) -> Found:
+    """Return content and calls of a text in pieces, as the events tell them."""
+    reader = CallReader(format, ["read", "write"], most)
+    events = []
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        events += reader.read(text[start:stop])
+    events += reader.end(cut=cut)
+    content, calls = "", []
+    for call, more in events:
+        if call is None:
+            content += more
+            continue
+        if call.index == len(calls):
+            calls.append([call.name, ""])
+        calls[call.index][1] += more
+    told = [(name, arguments) for name, arguments in calls]
+    assert told == [(call.name, call.arguments) for call in reader.calls]
+    return content, told
+
+
+@pytest.mark.parametrize(("format", "text", "found"), CASES, ids=str)
+def test_every_cut_gives_the_same_calls(format: CallFormat, text: str, found: Found) -> None:
+    assert read(format, text, []) == found
+    assert read(format, text, list(range(1, len(text)))) == found
+    for at in range(len(text)):
+        assert read(format, text, [at]) == found
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "found"), [case for case in CASES if case[2][1] and "tool" not in case[2][0]], ids=str
+)
+def test_a_limit_leaves_no_markup_in_the_content(format: CallFormat, text: str, found: Found) -> None:
+    """At every cut point: content is a beginning of the content, and calls of the calls."""
+    for at in range(len(text) + 1):
+        content, calls = whole = read(format, text[:at], [], cut=True)
+        assert whole == read(format, text[:at], list(range(1, at)), cut=True), "in pieces as at once"
+        assert found[0].startswith(content.rstrip()), (text[:at], content)
+        assert len(calls) <= len(found[1])
+        for (name, arguments), (own, all_of_them) in zip(calls, found[1], strict=False):
+            assert name == own and all_of_them.startswith(arguments)
+
+
+def test_a_limit_takes_no_words_away() -> None:
+    cut = [
+        (HERMES, "x < y"),
+        (HERMES, "<tool_call>\nbad"),
+        (LLAMA, '{"name": "Bob", "a'),
+        (LLAMA, '{"answer'),
+    ]
+    for format, text in (*cut, (MISTRAL, "[1"), (LLAMA, "  ")):
+        assert read(format, text, [], cut=True) == (text, []), text
+    assert read(HERMES, "x <tool", []) == ("x <tool", []), "the model ended this one itself"
+
+
+MARKUP = ["<tool_call>", "</tool_call>", "<tool", '{"name": "read", "arguments": ', "{}", '{"a": "}"}', "}"]
+PARTS = [*MARKUP, "\n", "x", "[", "]", ", ", '"']
+JOINED = st.lists(st.sampled_from(PARTS), max_size=9).map("".join)
+
+
+@given(st.sampled_from([HERMES, LLAMA, MISTRAL]), JOINED, st.data())
+@settings(max_examples=300)
+def test_random_texts_lose_nothing_to_cuts(format: CallFormat, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    found = read(format, text, cuts)
+    assert found == read(format, text, [])
+    assert read(format, text, cuts, cut=True) == read(format, text, [], cut=True)
+    if not found[1]:
+        assert found[0] == text, "a text without calls is content, to the character"
+
+
+def test_further_calls_than_allowed_are_content() -> None:
+    call = '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>'
+    content, calls = read(HERMES, f"{call}\n{call}", [], most=1)
+    assert calls == [("read", "{}")] and content.startswith("<tool_call>")
+
+
+LIST = [
+    {"type": "function", "function": {"name": "read", "parameters": {
+        "type": "object", "properties": {"path": {"$ref": "#/$defs/path"}}, "required": ["path"],
+        "additionalProperties": False, "$defs": {"path": {"enum": ["a", "b"]}},
+    }}},
+    {"type": "function", "function": {"name": "stop"}},
+]  # fmt: skip
+TEMPLATES = {
+    "none": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "hermes": "{{ tools }}<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}",
+    "llama": '{{ tools }}{"name": x, "parameters": y}{% for m in messages %}{{ m.content }}{% endfor %}',
+    "mistral": "{{ tools }}[TOOL_CALLS]{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+def tools(template: str = "hermes", choice: Any = None, parallel: bool | None = None) -> Tools:
+    listed = [Tool.model_validate(each) for each in LIST]
+    made = Tools.of(listed, choice, parallel, ChatTemplate({"default": TEMPLATES[template]}))
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm() -> foredraft.LLM:
+    return foredraft.load(drafter="none", max_length=64)
+
+
+def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
+    assert grammar is not None and llm.tokenizer is not None
+    ends = frozenset(llm.loaded.spec.eos_token_ids)
+    codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm.loaded.spec.vocab_size, ends)
+    matcher = compile_grammar("grammar", grammar, codec, Pace(MaskThreads()))
+    ids = llm.tokenizer.encode(text, False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>',
+    "llama": '{"name": "read", "parameters": {"path": "a"}}',
+    "mistral": '[{"name": "read", "arguments": {"path": "a"}}]',
+}
+TWO = {
+    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+    "llama": ONE["llama"] + '; {"name": "stop", "parameters": {}}',
+    "mistral": ONE["mistral"][:-1] + ', {"name": "stop", "arguments": {}}]',
+}
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama", "mistral", "none"])
+def test_a_required_call_is_a_call_of_a_tool_with_its_arguments(llm: foredraft.LLM, template: str) -> None:
+    form = "hermes" if template == "none" else template
+    grammar = tools(template, "required").grammar(None)
+    assert allows(llm, grammar, ONE[form]) and allows(llm, grammar, TWO[form])
+    one = ONE[form]
+    for wrong in ("", "hello", one.replace('"a"', '"c"'), one.replace("read", "open"), one[:-1]):
+        assert not allows(llm, grammar, wrong), wrong
+    assert not allows(llm, tools(template, "required", parallel=False).grammar(None), TWO[form])
+    named = NamedChoice.model_validate({"type": "function", "function": {"name": "stop"}})
+    assert not allows(llm, tools(template, named).grammar(None), ONE[form])
+    assert read_names(tools(template, named), ONE[form]) == []
+
+
+def read_names(made: Tools, text: str) -> list[str]:
+    reader = made.reader()
+    reader.read(text)
+    reader.end()
+    return [call.name for call in reader.calls]
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama"])
+def test_a_free_text_may_call(llm: foredraft.LLM, template: str) -> None:
+    grammar = tools(template).grammar(None)
+    for text in ("", "hello <tool_ca and {so on", ONE[template], TWO[template]):
+        assert allows(llm, grammar, text), text
+    assert not allows(llm, grammar, ONE[template].replace("read", "open"))
+    assert allows(llm, grammar, "Sure.\n" + ONE["hermes"]) or template == "llama"
+    answer = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    either = tools(template).grammar(answer | {"additionalProperties": False})
+    if template == "llama":
+        assert either is None, "a request for both is refused"
+        return
+    assert allows(llm, either, '{"x": 5}') and allows(llm, either, ONE[template])
+    assert not allows(llm, either, "hello") and not allows(llm, either, '{"x": "5"}')
+
+
+def test_a_template_that_reads_tools_gets_them() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    same, variables = tools("hermes").prompt(messages)
+    assert same == messages
+    assert [each["function"]["name"] for each in variables["tools"]] == ["read", "stop"]
+    assert tools("mistral").format is MISTRAL
+    assert tools("mistral").grammar(None) is None, "its calls begin with a token that no grammar has"
+
+
+def test_another_template_gets_them_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "text of a"},
+    ]
+    made, variables = tools("none").prompt(spelled_out(messages))
+    assert variables == {}
+    assert made[0]["content"].startswith("Be brief.\n\n") and '"path"' in made[0]["content"]
+    lines = made[0]["content"].split("<tools>\n")[-1].split("\n</tools>")[0].splitlines()
+    assert [json.loads(line)["function"]["name"] for line in lines] == ["read", "stop"]
+    assert made[1] == messages[1]
+    assert read_names(tools("none"), made[2]["content"]) == ["read"]
+    assert made[3] == {"role": "user", "content": "<tool_response>\ntext of a\n</tool_response>"}
+    [system, user] = tools("none").prompt(messages[1:2])[0]
+    assert system["role"] == "system" and user == messages[1]
+
+
+def test_what_cannot_be_chosen_is_refused() -> None:
+    template = ChatTemplate({"default": TEMPLATES["none"]})
+    read, stop = (Tool.model_validate(each) for each in LIST)
+    nope = NamedChoice.model_validate({"type": "function", "function": {"name": "nope"}})
+    with pytest.raises(Problem, match="tool_choice needs tools"):
+        Tools.of(None, "required", None, template)
+    with pytest.raises(Problem, match="two tools have the same name"):
+        Tools.of([read, read], None, None, template)
+    with pytest.raises(Problem, match="names 'nope', which is no tool"):
+        Tools.of([read, stop], nope, None, template)
+    assert Tools.of([read, stop], "none", None, template) is None

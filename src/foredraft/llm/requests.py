@@ -155,15 +155,20 @@ class Requests:
                     f"token id {shortened(token)} is outside the model's vocabulary of {size}",
                     remedy=f"give ids from 0 to {size - 1}",
                 )
-        spec, present = self.loaded.spec, set(prompt) if self.loaded.spec.media_tokens else set()
-        for key, token in spec.media_tokens:  # of a multimodal checkpoint, for images and sounds
+        self._check_media(prompt)
+        if truncate not in (None, "left"):
+            raise RequestError(option="truncate", value=truncate, remedy="give 'left' or None")
+
+    def _check_media(self, prompt: list[int]) -> None:
+        """Refuse the tokens of a multimodal checkpoint that stand for images and sounds."""
+        spec = self.loaded.spec
+        present = set(prompt) if spec.media_tokens else set()
+        for key, token in spec.media_tokens:
             if token in present:
                 raise RequestError(
                     f"the prompt holds token {token}, the {key} of the model, and only its text model runs",
                     remedy="give a prompt without images, videos or sounds",
                 )
-        if truncate not in (None, "left"):
-            raise RequestError(option="truncate", value=truncate, remedy="give 'left' or None")
 
     def _check_params(self, params: SamplingParams, n: int) -> None:
         """Check what depends on the model or on `n`; SamplingParams checks the rest."""

@@ -17,16 +17,7 @@ from starlette.websockets import WebSocket
 
 import foredraft
 from foredraft.errors import shortened
-from foredraft.serve.bodies import (
-    SHAPES,
-    SHORT,
-    BoundedBodies,
-    KnownOrigins,
-    answer,
-    is_local,
-    json_object,
-    opened,
-)
+from foredraft.serve.bodies import SHAPES, SHORT, BoundedBodies, KnownOrigins, answer, is_local, json_object
 from foredraft.serve.completions import ChatReply, CompletionReply
 from foredraft.serve.generations import Generation, Model
 from foredraft.serve.limits import Client
@@ -38,7 +29,7 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Loader
-from foredraft.serve.streaming import SSE_HEADERS, Socket, plain_text, server_sent
+from foredraft.serve.streaming import SSE_HEADERS, Socket, opened, plain_text, server_sent
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -114,24 +105,20 @@ def _add_models(app: FastAPI, state: App) -> None:
         _check_key(state, request, either=True)  # clients of either API ask for the models
         return state.ready()
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        model = ready(request)
-        return JSONResponse({"object": "list", "data": [card(model, model.names[0])]})
+    def add(path: str, name: str, show: Callable[[Model], dict[str, Any]]) -> None:
+        @app.get(path, name=name)
+        async def shown(request: Request) -> Response:
+            return JSONResponse(show(ready(request)))
+
+    add("/v1/models", "models", lambda model: {"object": "list", "data": [card(model, model.names[0])]})
+    add("/tokenizer_info", "tokenizer_info", tokenizer_info)
+    add("/v1/capabilities", "capabilities", capabilities)
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str, request: Request) -> Response:
         model = ready(request)
         check_model(name, model.names)
         return JSONResponse(card(model, name))
-
-    @app.get("/tokenizer_info", name="tokenizer_info")
-    async def shown_tokenizer(request: Request) -> Response:
-        return JSONResponse(tokenizer_info(ready(request)))
-
-    @app.get("/v1/capabilities", name="capabilities")
-    async def shown_capabilities(request: Request) -> Response:
-        return JSONResponse(capabilities(ready(request)))
 
 
 def _add_reader(app: FastAPI, state: App, path: str, reader: Reader) -> None:

@@ -19,11 +19,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from foredraft.errors import shortened
 from foredraft.serve.completions import ChatReply, CompletionReply
-from foredraft.serve.limits import Client, Keys, Shared
+from foredraft.serve.limits import Client, Shared
 from foredraft.serve.logs import current
 from foredraft.serve.messages import MessageReply, error_body
 from foredraft.serve.offload import without_collection
@@ -46,17 +45,6 @@ MESSAGES = "/v1/messages"  # whose errors, and those of all paths below it, have
 def answer(problem: Problem, path: str) -> JSONResponse:
     body = error_body(problem) if f"{path}/".startswith(f"{MESSAGES}/") else problem.body
     return JSONResponse(body, problem.status, headers=problem.headers)
-
-
-async def opened(socket: WebSocket, keys: Keys) -> str | None:
-    """Accept a WebSocket and return the name of its key; None where it was refused."""
-    try:
-        name = keys.check(socket.headers.get("authorization"))
-    except Problem:
-        await socket.close(code=1008, reason="the API key is missing or wrong")
-        return None
-    await socket.accept()
-    return name
 
 
 class KnownOrigins:

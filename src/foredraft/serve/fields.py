@@ -64,26 +64,26 @@ TRUNCATIONS = "give top_k, top_p, min_p or typical_p"
 TEMPLATE = "put a chat_template.jinja into the model's folder"
 CONSTRAINT = "give response_format, regex or grammar"
 SYSTEM = "give a system message"
-IDS = "its name is return_token_ids"
 CUT = "its name is truncate_prompt_tokens"
 OF_TEXTS = "it is a field of /v1/completions"
 
 # Fields of other servers: vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui, transformers, Mistral.
 FOREIGN = refused(
-    # beam search, and other ways to search
+    (ONE, LEAVE, "length_penalty guidance_scale"),
+    (ZERO, LEAVE, "penalty_alpha min_keep n_indent"),
+    (MINUS, LEAVE, "thinking_token_budget reasoning_budget_tokens"),
+    (FALSE, LEAVE, "early_stopping watermark watermarking grammar_lazy impersonate"),
+    (TRUE, LEAVE, "separate_reasoning stream_reasoning include_reasoning"),
+    (EMPTY, LEAVE, "negative_prompt custom_params vllm_xargs grammar_triggers preserved_tokens image_data"),
+    (EMPTY, LEAVE, "mm_processor_kwargs task"),
     (ONE, NO_BEAMS, "num_beams"),
     (FALSE, NO_BEAMS, "use_beam_search"),
-    (ONE, LEAVE, "length_penalty guidance_scale"),
-    (ZERO, LEAVE, "penalty_alpha"),
-    (FALSE, LEAVE, "early_stopping"),
-    (EMPTY, LEAVE, "negative_prompt"),
-    (TRUE, "give temperature 0", "do_sample"),
     # truncation and temperature
+    (TRUE, "give temperature 0", "do_sample"),
     (ZERO, TRUNCATIONS, "top_a epsilon_cutoff eta_cutoff xtc_probability mirostat mirostat_mode"),
     (ONE, TRUNCATIONS, "tfs tfs_z"),
     (LESS, TRUNCATIONS, "top_n_sigma"),
     (MINUS, TRUNCATIONS, "adaptive_target"),
-    (ZERO, LEAVE, "min_keep"),
     (ZERO, "give temperature", "dynatemp_range smoothing_factor"),
     (FALSE, "give temperature", "dynamic_temperature"),
     (FALSE, "leave it out; temperature comes before truncation", "temperature_last"),
@@ -96,24 +96,18 @@ FOREIGN = refused(
     (ZERO, PENALTIES, "dry_multiplier no_repeat_ngram_size"),
     (ONE, PENALTIES, "encoder_repetition_penalty"),
     (EMPTY, PENALTIES, "repetition_detection"),
-    (FALSE, LEAVE, "watermark watermarking"),
-    (EMPTY, LEAVE, "custom_params vllm_xargs"),
     (EMPTY, "give logit_bias", "custom_logit_processor logits_processors custom_token_bans"),
     (MINUS, "its name is seed", "random_seed"),
     # where a text ends
     (EMPTY, "give stop, or regex for the whole text", "stop_regex"),
     (FALSE, "its name is include_stop_str_in_output", "no_stop_trim"),
     (FALSE, "its name is ignore_eos", "ban_eos_token"),
-    (MINUS, LEAVE, "thinking_token_budget reasoning_budget_tokens"),
     (LESS, "give max_tokens", "t_max_predict_ms"),
     (FALSE, "give max_tokens", "auto_max_new_tokens"),
-    (ZERO, LEAVE, "n_indent"),
     (ZERO, CUT, "truncation_length"),
     (UNSET, CUT, "truncate"),
     # constraints
     (EMPTY, "its name is grammar", "grammar_string"),
-    (FALSE, LEAVE, "grammar_lazy"),
-    (EMPTY, LEAVE, "grammar_triggers preserved_tokens"),
     (UNSET, CONSTRAINT, "guided_whitespace_pattern"),
     (EMPTY, CONSTRAINT, "structural_tag"),
     (EMPTY, "its name is response_format", "format"),
@@ -123,7 +117,6 @@ FOREIGN = refused(
     (EMPTY, "give token ids as the prompt of /v1/completions", "input_ids"),
     (EMPTY, "give the whole conversation", "session_params"),
     (TRUE, "give the prompt as token ids", "add_bos_token"),
-    (EMPTY, LEAVE, "image_data mm_processor_kwargs task"),
     (EMPTY, TEMPLATE, "generation_prompt template chat_template_str instruction_template"),
     (EMPTY, TEMPLATE, "instruction_template_str"),
     ((None, "instruct"), TEMPLATE, "mode"),
@@ -131,15 +124,13 @@ FOREIGN = refused(
     (FALSE, SYSTEM, "safe_prompt"),
     (EMPTY, "give it as a message", "greeting"),
     (FALSE, "its name is continue_final_message", "continue_"),
-    (FALSE, LEAVE, "impersonate"),
     (FALSE, "give the messages to /tokenize", "_debug_render_only"),
     # what the text shows, and its scores
     (TRUE, "leave it out; special tokens stand as they are", "spaces_between_special_tokens"),
     (FALSE, "its name is echo, of /v1/completions", "return_full_text"),
     (TRUE, "leave out tools", "parse_tool_calls"),
-    (TRUE, LEAVE, "separate_reasoning stream_reasoning include_reasoning"),
     (EMPTY, "give the number of the likeliest tokens as logprobs", "logprob_token_ids"),
-    (FALSE, IDS, "return_tokens_as_token_ids return_tokens"),
+    (FALSE, "its name is return_token_ids", "return_tokens_as_token_ids return_tokens"),
     (ZERO, "its name is logprobs", "n_probs top_n_tokens"),
     (FALSE, "leave it out; scores are by the model's logits", "post_sampling_probs"),
     (FALSE, "its name is prompt_logprobs", "decoder_input_details"),

@@ -105,7 +105,8 @@ async def compiled(turns: Turns, work: Callable[[], None]) -> None:
             raise Problem(500, f"a compilation failed: {type(panic).__name__}: {panic}") from None
 
     try:
-        await asyncio.wait_for(turns.run(guarded), SECONDS)
+        async with asyncio.timeout(SECONDS):
+            await turns.run(guarded)
     except TimeoutError:
         raise busy(f"the constraints were not compiled within {SECONDS:.0f} s") from None
 

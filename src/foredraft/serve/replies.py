@@ -89,7 +89,7 @@ class Reply(ABC):
     def __init__(
         self, id: str, model: str, body: Mapping[str, Any], generation: Generation, texts: TokenTexts
     ) -> None:
-        self.id, self.model, self.body, self.texts = id, model, body, texts
+        self.id, self.model, self.texts = id, model, texts
         self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
         self.created, job, one = int(time.time()), generation.job, generation.job.one
         self.samples = [

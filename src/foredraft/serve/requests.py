@@ -59,6 +59,10 @@ else:
         field: (_json_type(declared(SamplingParams)[name].value) | None, None)
         for name, field in fields.SHARED.items()
     }
+    _fields |= dict.fromkeys(fields.FORMS, (str | None, None)) | {
+        "guided_json": (str | dict[str, Any] | None, None),
+        "guided_choice": (Items[str] | None, None),
+    }
     _Sampling = create_model("_Sampling", __base__=fields.Body, **_fields)
 
 
@@ -72,13 +76,6 @@ class _Request(_Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    ebnf: str | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Items[str] | None = None
-    guided_grammar: str | None = None
     structured_outputs: fields.StructuredOutputs | None = None
     n_predict: int | None = Field(default=None, ge=-1)
     best_of: int | None = None
@@ -91,6 +88,9 @@ class _Request(_Sampling):
     skip_special_tokens: bool | None = None
     provenance: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+
+    def chat(self) -> Any:
+        return self
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -206,9 +206,6 @@ class ChatRequest(_Request):
     def ignored_tools(self) -> tuple[str, ...]:
         return self._further.ignored_tools
 
-    def chat(self) -> ChatRequest:
-        return self
-
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
         if llm.tokenizer is None:
@@ -272,9 +269,6 @@ class CompletionRequest(_Request):
         if isinstance(next(iter(self.prompt), 0), int):
             return (None,)
         return tuple(each if isinstance(each, str) else None for each in self.prompt)
-
-    def chat(self) -> CompletionRequest:
-        return self
 
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the prompts, and add the length and the scores to `options`."""

@@ -23,7 +23,7 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values nam
 # Fields of the request that the response repeats, with what holds where the request has none.
 REPEATED: dict[str, Any] = {
     "instructions": None, "temperature": None, "top_p": None, "max_output_tokens": None, "metadata": {},
-    "parallel_tool_calls": True, "tool_choice": "auto", "truncation": "disabled",
+    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "truncation": "disabled",
 }  # fmt: skip
 # Why a text ends that is not whole -> reason of the API.
 CUT = {"length": "max_output_tokens", "constraint": "content_filter"}
@@ -65,18 +65,15 @@ class AllowedTools(BaseModel, extra="forbid", strict=True):
     tools: Items[OtherTool]
 
 
-def _kind_of_choice(choice: Any) -> Literal["word", "allowed", "named"]:
-    if isinstance(choice, str):
-        return "word"
-    return "allowed" if kind_of(choice) == "allowed_tools" else "named"
-
-
 AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[AllowedTools, Tag("allowed_tools")]
     | Annotated[OtherTool, Tag("named")],
-    Discriminator(_kind_of_choice),
-]
+    Discriminator(
+        lambda choice: "word" if isinstance(choice, str)
+        else "allowed_tools" if kind_of(choice) == "allowed_tools" else "named"
+    ),
+]  # fmt: skip
 
 
 class ResponsesRequest(Body):

@@ -98,12 +98,6 @@ MOST = 5_000  # keywords that a check looks at: some 0.1 s
 MOST_TOLD = 20  # faults of one value
 MOST_SHOWN = 200  # characters of a fault
 
-Keyword: TypeAlias = Callable[[Any, Any, Any, Any], Iterator[Any] | None]
-
-
-class _TooMuch(Exception):
-    """A check has looked at too many keywords."""
-
 
 class _Work(threading.local):
     """How many further keywords the check of this thread may look at."""
@@ -170,25 +164,23 @@ def _draft(schema: Schema) -> Any:
 
 @cache
 def _bounded(draft: Any) -> Any:
+    """Return a draft's validator whose checks of keywords count as work."""
     from jsonschema.validators import extend
 
-    keywords = {name: _counted(check) for name, check in draft.VALIDATORS.items()}
-    return extend(draft, keywords | {"uniqueItems": _counted(_unique)})
+    def counted(check: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*given: Any) -> Any:
+            _work.left -= 1
+            if _work.left < 0:
+                raise RuntimeError("a check has looked at too many keywords")
+            return check(*given)
+
+        return count
+
+    keywords = draft.VALIDATORS | {"uniqueItems": _unique}
+    return extend(draft, {name: counted(check) for name, check in keywords.items()})
 
 
-def _counted(check: Keyword) -> Keyword:
-    """Return the check of a keyword that counts as work."""
-
-    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any] | None:
-        _work.left -= 1
-        if _work.left < 0:
-            raise _TooMuch
-        return check(validator, value, instance, schema)
-
-    return counted
-
-
-def _unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+def _unique(_: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     """Yield an error where two items are the same; the library's own check may take quadratic time."""
     from jsonschema.exceptions import ValidationError
 

@@ -1,4 +1,4 @@
-"""State: the model of an app, from before it is loaded to the end, and how requests start."""
+"""State: an app from before its model is loaded to the end, and how requests start."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.errors import invalid_at
 from foredraft.serve.bodies import Bodies, json_object
+from foredraft.serve.limits import Keys
 from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.offload import offloaded
 from foredraft.serve.problems import Problem, forget_frames
@@ -60,6 +61,17 @@ async def plain_text(events: AsyncIterator[Event | None]) -> AsyncIterator[bytes
             text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
             if choice["index"] == 0 and text:
                 yield text.encode()
+
+
+async def opened(socket: WebSocket, keys: Keys) -> str | None:
+    """Accept a WebSocket and return the name of its key; None where it was refused."""
+    try:
+        name = keys.check(socket.headers.get("authorization"))
+    except Problem:
+        await socket.close(code=1008, reason="the API key is missing or wrong")
+        return None
+    await socket.accept()
+    return name
 
 
 MAX_OPEN = 64  # requests of one socket at a time
@@ -177,15 +189,16 @@ class Socket:
             forget_frames(error)
             frames.append(error.body)
         frames.append({"done": True, "reason": reason})
+
+        async def send_all() -> None:
+            with suppress(Exception):  # the client has gone
+                for frame in frames:
+                    await self._send(id, frame)
+
         if not self._closed:
-            ending = asyncio.create_task(self._send_all(id, frames))
+            ending = asyncio.create_task(send_all())
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
-
-    async def _send_all(self, id: str, frames: list[Event]) -> None:
-        with suppress(Exception):  # the client has gone
-            for frame in frames:
-                await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:

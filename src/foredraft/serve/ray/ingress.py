@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from foredraft.serve.affinity import prompt_key
-from foredraft.serve.bodies import MORE_BODIES, SHAPES, Bodies, BoundedBodies, KnownOrigins, answer, opened
+from foredraft.serve.bodies import MORE_BODIES, SHAPES, Bodies, BoundedBodies, KnownOrigins, answer
 from foredraft.serve.completions import CompletionReply
 from foredraft.serve.limits import Keys
 from foredraft.serve.metrics import labelled
@@ -33,7 +33,7 @@ from foredraft.serve.problems import Problem, busy
 from foredraft.serve.ray.replica import HttpCall, HttpHead
 from foredraft.serve.replies import Event, Reply
 from foredraft.serve.settings import Settings
-from foredraft.serve.streaming import Socket, plain_text, server_sent
+from foredraft.serve.streaming import Socket, opened, plain_text, server_sent
 
 logger = logging.getLogger(__name__)
 
