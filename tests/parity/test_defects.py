@@ -13,11 +13,12 @@ from torch import Tensor
 from foredraft.model import attention, rope, weights
 from foredraft.model.attention import ForwardContext
 from foredraft.model.decoder import Decoder
-from foredraft.model.families import gemma, llama, shared
+from foredraft.model.families import gemma, shared
 from foredraft.model.rope import Rope
 from foredraft.model.runner import compiled
 from foredraft.model.spec import ModelSpec
 from tests.parity import family_mutants
+from tests.parity.family_mutants import FAMILY, in_family
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -168,7 +169,7 @@ MUTANTS = [
     defect("window of every layer one too narrow", MASKS, NARROWER, prompt("mistral")),
     defect("windows in the first layers", WINDOWS, swapped_kinds, reloaded("qwen2-windows")),
     defect("windows start one layer late", WINDOWS, one_layer_late, reloaded("qwen3-windows")),
-    defect("windows although switched off", llama.qwen_windows, WINDOWED, reloaded("qwen2-windows-off")),
+    defect("windows although switched off", FAMILY, in_family(WINDOWED), reloaded("qwen2-windows-off")),
     defect("biases of queries, keys and values left out", compiled.pack, without_biases, reloaded("qwen2")),
     defect("norms of queries and keys left out", RUN, NO_HEAD_NORMS, decoding("qwen3")),
     defect("norm of keys left out", RUN, KEYS_NOT_NORMED, decoding("gemma3")),
