@@ -12,13 +12,13 @@ from torch import Tensor
 
 from foredraft.model import attention, rope, weights
 from foredraft.model.attention import ForwardContext
-from foredraft.model.config import ConfigReader
 from foredraft.model.decoder import Decoder
-from foredraft.model.families import gemma, llama, shared
+from foredraft.model.families import gemma, shared
 from foredraft.model.rope import Rope
 from foredraft.model.runner import compiled
 from foredraft.model.spec import ModelSpec
 from tests.parity import family_mutants
+from tests.parity.family_mutants import FAMILY, in_family
 from tests.parity.mutant_checks import (
     MASKS,
     NARROWER,
@@ -38,7 +38,7 @@ from tests.parity.mutant_checks import (
     with_spec,
     without_scale,
 )
-from tests.support.mutation import Mutant, assert_caught, defect, replaced
+from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.mutations import argument, around
 
 # --- masks and rotations --------------------------------------------------------------------------------
@@ -139,19 +139,13 @@ swapped_kinds = argument(2, lambda kinds: [SWAP[kind] for kind in kinds])
 one_layer_late = argument(2, lambda kinds: [shared.FULL, *kinds[:-1]])
 
 
-@around
-def switched_on(off: Function, read: ConfigReader, window: int | None) -> Any:
-    with replaced(read, "config", {**read.config, "use_sliding_window": True}):
-        return llama.qwen_windows(read)
-
-
 TABLE, BUILD, SCORES = rope.rope_table, attention.build_context, attention.masked_attention
 ROPE_OF, WINDOWS, NORM = ModelSpec.rope_of, shared.read_windows, weights._Builder.norm
 YARN, THETA, ATTEND = rope._by_channel, rope._dynamic_theta, attention.attend
 EVERYWHERE = windows(lambda window, at, columns: window or 24)
 FROM_THE_FIRST = windows(lambda window, at, columns: window and window + at)
 WIDER_WITH_COLUMNS = windows(lambda window, at, columns: window and window + (columns > 8))
-EVERY_FIFTH = configured(sliding_window_pattern=5)
+WINDOWED, EVERY_FIFTH = configured(use_sliding_window=True), configured(sliding_window_pattern=5)
 BY_HEAD_DIM, DEFAULT_PATTERN = configured(query_pre_attn_scalar=24), "gemma3-default-pattern"
 MUTANTS = [
     defect("window one too wide", MASKS, WIDER, decoding("gemma2")),
@@ -176,7 +170,7 @@ MUTANTS = [
     defect("window of every layer one too narrow", MASKS, NARROWER, prompt("mistral")),
     defect("windows in the first layers", WINDOWS, swapped_kinds, reloaded("qwen2-windows")),
     defect("windows start one layer late", WINDOWS, one_layer_late, reloaded("qwen3-windows")),
-    defect("windows although switched off", llama.equal_windows, switched_on, reloaded("qwen2-windows-off")),
+    defect("windows although switched off", FAMILY, in_family(WINDOWED), reloaded("qwen2-windows-off")),
     defect("biases of queries, keys and values left out", compiled.pack, without_biases, reloaded("qwen2")),
     defect("norms of queries and keys left out", RUN, NO_HEAD_NORMS, decoding("qwen3")),
     defect("norm of keys left out", RUN, KEYS_NOT_NORMED, decoding("gemma3")),

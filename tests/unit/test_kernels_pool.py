@@ -290,8 +290,8 @@ def test_weights_and_cache_use_huge_pages_and_free_them(tmp_path: Path) -> None:
     for product in products:
         assert isinstance(product, NativeLinear)
         assert "hg" in flags_of(product.weight)
-    assert "hg" in flags_of(cache.memory)
-    size, held = status("VmSize"), REGION + cache.memory.nbytes
+    assert "hg" in flags_of(cache.data)
+    size, held = status("VmSize"), REGION + cache.data.nbytes
     del decoder, products, product, cache
     gc.collect()
     assert status("VmSize") <= size - held

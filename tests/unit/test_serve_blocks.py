@@ -13,7 +13,7 @@ from hypothesis import given, settings
 pytest.importorskip("fastapi")
 
 import foredraft
-from foredraft.constraints.grammar import MaskThreads, Pace, compile_grammar, grammar_tokenizer
+from foredraft.constraints.grammar import Grammars
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.blocks import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
@@ -331,8 +331,8 @@ def llm() -> foredraft.LLM:
 def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
     assert grammar is not None and llm.tokenizer is not None
     ends = frozenset(llm.loaded.spec.eos_token_ids)
-    codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm.loaded.spec.vocab_size, ends)
-    matcher = compile_grammar("grammar", grammar, codec, Pace(MaskThreads()))
+    grammars = Grammars(ByteCodec(llm.tokenizer), llm.loaded.spec.vocab_size, ends)
+    matcher = grammars.maker("grammar", grammar)()._matcher
     ids = llm.tokenizer.encode(text, False)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
