@@ -225,7 +225,7 @@ MUTANTS = [
     defect(
         "tensors in both spellings accepted", tensor_names._check_spelling, unchecked, spellings, NO_ERROR
     ),
-    defect("image ids accepted", Requests._check_prompt, unchecked, images, NO_ERROR),
+    defect("image ids accepted", Requests._check_media, unchecked, images, NO_ERROR),
     defect("modules of a scheme keep their names", wrappers._of_text, lambda _: lambda value: value, scheme),
 ]
 
