@@ -58,7 +58,7 @@ from foredraft.bench.contenders import CONTENDERS, PROGRAMS, module
 from foredraft.bench.figures import divergence
 from foredraft.bench.llama_cpp import write_gguf
 from foredraft.kernels.building import LEVELS, Level
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 from tests.support.real_models import gemma, prompts, requantised, smollm2
 
 TYPES = {"bfloat16": "BF16", "float16": "F16", "8 bits": "Q8_0", "4 bits": "Q4_0", "4 bits, K": "Q4_K_M"}

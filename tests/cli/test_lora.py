@@ -15,7 +15,7 @@ from foredraft import SamplingParams
 from foredraft.cli import main
 from foredraft.drafters.kangaroo import find_adapter, target_hash
 from foredraft.drafters.plan_files import find_plan, model_hash
-from foredraft.model.lora.merging import with_loras
+from foredraft.model.locate import with_loras
 from tests.cli.conftest import Cli
 from tests.support.checkpoints import TEXT
 from tests.support.loras import save_lora

@@ -13,9 +13,9 @@ from torch import Tensor
 import foredraft
 from foredraft import SamplingParams
 from foredraft.model.layers import RowSource
+from foredraft.model.locate import resolve
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
-from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import command
 from tests.cli.conftest import Cli

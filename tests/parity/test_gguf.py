@@ -22,8 +22,8 @@ from foredraft.kernels.compilation import library
 from foredraft.model.families import IN_GGUF
 from foredraft.model.gguf import gguf_config, tensors
 from foredraft.model.gguf.gguf_config import MetadataReader
+from foredraft.model.locate import resolve
 from foredraft.model.runner import Runner
-from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import TOTAL, close, prompt_logits
 from tests.support.checkpoints import save_checkpoint, save_variant

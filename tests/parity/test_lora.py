@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from foredraft.model.checkpoint import CheckpointTensors
+from foredraft.model.locate import with_loras
 from foredraft.model.lora import merging
 from foredraft.model.lora.adapter import LoraConfig, LowRankUpdate, Replacement, Shift
-from foredraft.model.lora.merging import with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import close, prompt_logits
@@ -193,7 +193,7 @@ MUTANTS = [
     defect("products ignored", merging.changed, without(LowRankUpdate), logits("all-linear")),
     defect("bias of B ignored", merging.changed, without(Shift), logits("lora-bias")),
     defect("bias of B not scaled", merging.changed, UNSCALED_SHIFT, weights("lora-bias")),
-    defect("tied embedding changed with the head", merging._unties, lambda sound: lambda lora: False, logits("tied-embedding")),
+    defect("tied embedding changed with the head", merging.unties, lambda sound: lambda lora: False, logits("tied-embedding")),
     defect("last LoRA alone", merging.changed_tensors, last_lora_alone, test_several_loras_add_up),
 ]  # fmt: skip
 

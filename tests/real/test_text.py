@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.cli import main
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 from tests.support import real_models
 from tests.support.loaded import engine_of
 from tests.support.strings import strings

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.kernels.compilation import library
+from foredraft.model.locate import resolve
 from foredraft.model.runner import Runner
-from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from tests.support import real_models
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants, hf_api
 
 from foredraft.cli import main
 from foredraft.errors import CheckpointError
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 from tests.support.hub_server import Hub
 from tests.support.running import forked, run_code
 

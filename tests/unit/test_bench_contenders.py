@@ -27,7 +27,8 @@ from foredraft.decode.engine_target import SILENT
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kinds.tables import POLICIES
 from foredraft.loading.checkpoints import make_policy
-from foredraft.model.source import ModelSource, resolve
+from foredraft.model.locate import resolve
+from foredraft.model.source import ModelSource
 from foredraft.profiling import profile
 from foredraft.profiling.profile import Profile
 from foredraft.profiling.timing import RoundTimer, draft_seconds, observed, replaced

@@ -16,7 +16,8 @@ from foredraft import LLM, SamplingParams
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.llama_cpp import LlamaCpp, write_gguf
 from foredraft.errors import ConfigError
-from foredraft.model.source import resolve, source_of
+from foredraft.model.locate import resolve
+from foredraft.model.source import source_of
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.quantising import KINDS, quantise
 

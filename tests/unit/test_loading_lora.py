@@ -20,9 +20,8 @@ from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import keep_plan, model_hash
 from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
-from foredraft.model.lora.merging import with_loras
+from foredraft.model.locate import resolve, with_loras
 from foredraft.model.runner import Runner
-from foredraft.model.source import resolve
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import prompt_logits
 from tests.parity.test_lora import TOKENS, merged_weights

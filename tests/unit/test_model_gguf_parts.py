@@ -20,7 +20,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.model.gguf import source, tensors
 from foredraft.model.gguf.tensors import part_names
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import save_checkpoint
 from tests.support.gguf_files import write_gguf

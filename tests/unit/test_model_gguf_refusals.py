@@ -15,7 +15,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.model.gguf import file as module
 from foredraft.model.gguf.file import BLOCKS, GGUFFile
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 

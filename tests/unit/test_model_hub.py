@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 
 
 def test_a_folder_is_returned_unchanged_and_a_file_refused(tmp_path: Path) -> None:

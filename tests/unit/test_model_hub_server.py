@@ -245,7 +245,7 @@ def test_a_missing_file_on_the_hub_is_named(
 
 RESOLVE = """
 import json
-from foredraft.model.source import resolve
+from foredraft.model.locate import resolve
 reports = []
 resolve("owner/big", report=lambda *report: reports.append(report))
 print(json.dumps(reports))

@@ -19,9 +19,8 @@ from foredraft import user_cache
 from foredraft.kernels.compilation import library
 from foredraft.model import kept_weights as module
 from foredraft.model.decoder import Decoder
-from foredraft.model.lora.merging import with_loras
+from foredraft.model.locate import resolve, with_loras
 from foredraft.model.runner import Runner
-from foredraft.model.source import resolve
 from foredraft.model.weights import _Builder, load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.foreign import NOT_PRIVATE

@@ -31,8 +31,8 @@ from foredraft.kinds.tables import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import check_settings
-from foredraft.model.lora.merging import with_loras
-from foredraft.model.source import resolve, source_of
+from foredraft.model.locate import resolve, with_loras
+from foredraft.model.source import source_of
 
 Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.constraints import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints.lru_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseState, Symbols
 from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode.constraint import Constraint

@@ -24,9 +24,8 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
-from foredraft.constraints import SIMPLER
 from foredraft.constraints.gbnf import is_gbnf, lark_of
-from foredraft.decode.constraint import Constraint, ConstraintError
+from foredraft.decode.constraint import SIMPLER, Constraint, ConstraintError
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 

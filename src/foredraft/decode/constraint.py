@@ -178,6 +178,7 @@ def masks_along(
 
 
 T = TypeVar("T")
+SIMPLER = "give a simpler one"  # what to do about a constraint that cannot be used
 
 
 class Guarded(Constraint):

@@ -33,7 +33,8 @@ from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.drafters.medusa import Medusa
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded
-from foredraft.model.source import ModelSource, resolve
+from foredraft.model.locate import resolve
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
+from foredraft.drafters.asset import STRETCH, Asset, AssetSearch, Found, Missing, Parts
 from foredraft.errors import ConfigError, Option
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.cache import KVCache
@@ -285,6 +285,5 @@ def _build_retokenize(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Dr
     return retokenize.build(parts, draft)
 
 
-STRETCH = 2  # tokens of another tokenizer for each of the target's: few split text more finely
 ASSET = DraftCheckpoint(_build)
 OTHER_TOKENIZER_ASSET = DraftCheckpoint(_build_retokenize, other_tokenizer=True, stretch=STRETCH)

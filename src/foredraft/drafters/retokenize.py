@@ -25,8 +25,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass, ModelFreeDrafter
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Parts
-from foredraft.drafters.draft_model import STRETCH
+from foredraft.drafters.asset import STRETCH, Parts
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.checkpoint import Checkpoint

@@ -9,8 +9,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from foredraft.constraints import ConstraintFactory, LRUCache
+from foredraft.constraints import ConstraintFactory
 from foredraft.constraints.combined import AllowedTokens, mask_of
+from foredraft.constraints.lru_cache import LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.params import GRAMMARS, SamplingKeywords, SamplingParams

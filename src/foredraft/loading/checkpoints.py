@@ -32,9 +32,10 @@ from foredraft.kinds.tables import DRAFTERS, POLICIES, PolicyOption
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import GENERATION, generation_defaults
+from foredraft.model.locate import existing, locate, resolve, source_at
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import Runner
-from foredraft.model.source import ModelSource, existing, locate, resolve, source_at
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import FILE, GIVE_TOKENIZER, Tokenizer
 
@@ -133,7 +134,7 @@ def find_target(options: LoadOptions, *, weights: bool = True) -> Checkpoint:
     """Find the target and its LoRAs, fetching hub ids, and read its spec and its tokenizer."""
     source = resolve(str(options.model), options.revision, options.report, weights=weights)
     if options.lora:
-        from foredraft.model.lora.merging import with_loras
+        from foredraft.model.locate import with_loras
 
         source = with_loras(source, options.lora, options.report)
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer)

@@ -6,7 +6,6 @@ merged while tensors are read (`lora/merging.py`), and is handed on in place of 
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,15 +15,12 @@ from typing import Any
 
 import torch
 
-from foredraft.errors import CheckpointError, ConfigError, shortened
+from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import GENERATION, broken, is_file_name, read_json
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile, StoredTensor
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import FILE, Tokenizer
 
-HOST = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/")  # in front of a name, as Ollama spells it
-MAX_LISTED = 20  # file names in a message
-OnProgress = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 Opened = dict[str, StoredTensor]  # by their names in the files
 
 
@@ -32,7 +28,9 @@ class ModelSource:
     """The source that a checkpoint's folder is."""
 
     loras: tuple[tuple[str, Path], ...] = ()  # those that are merged: their names, for display; their folders
-    untied = False  # they make the head another matrix than the embedding
+    merge: Callable[[Opened, ExitStack, torch.dtype], Opened] | None = (
+        None  # gives the tensors that they change
+    )
     _base: ModelSource | None = None  # the source without LoRAs
     renamed = False  # tensors have the decoder's names, whatever the family's are
 
@@ -104,11 +102,7 @@ class ModelSource:
     def open(self, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> Opened:
         """Return the tensors, unread; those on "meta" stay so, those that LoRAs change come in `dtype`."""
         opened = self._open(stack, device)
-        if not self.loras:
-            return opened
-        from foredraft.model.lora.merging import merge_loras
-
-        return opened | merge_loras(self.loras, opened, stack, dtype, str(self), untied=self.untied)
+        return opened if self.merge is None else opened | self.merge(opened, stack, dtype)
 
     def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if (self.path / SINGLE).is_file():
@@ -143,87 +137,6 @@ class ModelSource:
 def source_of(place: ModelSource | Path) -> ModelSource:
     """Return a source; a path is that of a checkpoint's folder."""
     return ModelSource(place) if isinstance(place, Path) else place
-
-
-def resolve(
-    name_or_path: str | Path,
-    revision: str | None = None,
-    report: OnProgress | None = None,
-    *,
-    weights: bool = True,
-) -> ModelSource:
-    """Return the model that a folder, a GGUF file or a hub id stands for."""
-    return source_at(locate(name_or_path, revision, report, weights=weights))
-
-
-def locate(
-    name_or_path: str | Path,
-    revision: str | None = None,
-    report: OnProgress | None = None,
-    *,
-    weights: bool = True,
-    drafter: bool = False,
-) -> Path:
-    """Return the local folder or GGUF file of a name; `owner/name` is downloaded if necessary.
-
-    The name of a repository may have a type of weights, as llama.cpp and Ollama spell it
-    (`owner/name:Q4_K_M`, `hf.co/owner/name:Q4_K_M`).
-    """
-    folder, name = existing(name_or_path), str(name_or_path)
-    if folder is not None:
-        if not folder.is_dir():
-            # Here and below, not above: most runs read a plain folder.
-            from foredraft.model.gguf.file import is_gguf
-
-            if not is_gguf(folder):
-                problem = f"{name} is a file, but not a GGUF file"
-                raise CheckpointError(problem, remedy="give the folder of a checkpoint, or a GGUF file")
-        if revision is not None:
-            kind = "folder" if folder.is_dir() else "file"
-            problem = f"{name} is a local {kind}, which has no revision {revision!r}"
-            raise ConfigError(problem, remedy="leave the revision out")
-        return folder
-    from foredraft.model.hub import REPOSITORY, Download
-
-    match = REPOSITORY.fullmatch(HOST.sub("", name, count=1) if HOST.match(name) else name)
-    if match is None:
-        problem = f"{shortened(name)} is neither a folder nor a hub name of the form owner/name"
-        raise CheckpointError(problem, remedy="check its spelling")
-    repository, type, named = match.groups()
-    if named is not None and revision not in (None, named):
-        raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return Download(repository, type, named or revision, report, drafter=drafter).run(weights)
-
-
-def existing(name: str | Path) -> Path | None:
-    """Return the path if it exists; a name that no path can have does not."""
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
-
-
-def source_at(path: Path) -> ModelSource:
-    """Return the model of a folder, of the only GGUF file in it, or of a GGUF file."""
-    if path.is_dir():
-        if any((path / file).is_file() for file in (SINGLE, INDEX)):
-            return ModelSource(path)
-        from foredraft.model.gguf.tensors import models_among
-
-        try:
-            models = models_among(sorted(file.name for file in path.iterdir() if file.is_file()))
-        except OSError:
-            models = []
-        if len(models) > 1:
-            listed = ", ".join(models) if len(models) <= MAX_LISTED else f"{len(models)} of them"
-            raise CheckpointError(f"{path} holds several GGUF files: {listed}", remedy="give one of them")
-        if not models:
-            return ModelSource(path)
-        path /= models[0]
-    from foredraft.model.gguf.source import GGUFSource
-
-    return GGUFSource(path)
 
 
 def weights_to_come(folder: Path) -> bool:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from foredraft.constraints import LRUCache
 from foredraft.constraints.grammar import check_grammar
+from foredraft.constraints.lru_cache import LRUCache
 from foredraft.errors import RequestError, shortened
 
 Schema: TypeAlias = dict[str, Any]

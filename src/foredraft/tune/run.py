@@ -21,10 +21,10 @@ from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading import load_for
 from foredraft.loading.checkpoints import longest_draft
-from foredraft.model.lora.merging import with_loras
+from foredraft.model.locate import resolve, with_loras
 from foredraft.model.memory import dtype_name
 from foredraft.model.runner import Runner
-from foredraft.model.source import ModelSource, resolve
+from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.finals import (
     check_writable,

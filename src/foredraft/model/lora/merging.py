@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +20,8 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.gguf.file import is_gguf
-from foredraft.model.hub import REPOSITORY, Download
 from foredraft.model.lora.adapter import (
     FLOATS,
-    WEIGHTS,
     Change,
     LoraTensors,
     LowRankUpdate,
@@ -34,8 +30,6 @@ from foredraft.model.lora.adapter import (
     open_lora,
 )
 from foredraft.model.safetensors_file import DTYPES, StoredTensor
-from foredraft.model.source import ModelSource, OnProgress, existing, source_of
-from foredraft.model.spec import LORA_CONFIG, ModelSpec
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -245,14 +239,16 @@ def changed(
 
 def merge_loras(
     loras: Sequence[tuple[str, Path]],
+    source: str,
+    untied: bool,
     files: Mapping[str, StoredTensor],
     stack: ExitStack,
     dtype: torch.dtype,
-    source: str,
-    *,
-    untied: bool,
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that LoRAs, by names and folders, change, merged when they are read."""
+    """Return the tensors that LoRAs, by names and folders, change, merged when they are read.
+
+    untied: they make the head another matrix than the embedding.
+    """
     opened = [open_lora(*lora, stack) for lora in loras]
     aliases = _untied(files, source) if untied else {}
 
@@ -281,44 +277,6 @@ def _untied(files: Collection[str], source: str) -> dict[str, str]:
     return dict.fromkeys(heads or [f"{outer}lm_head.weight"], embeddings[0])
 
 
-TIED, TEXT = "tie_word_embeddings", "text_config"  # keys of config.json
-
-
-def _unties(lora: LoraTensors) -> bool:
+def unties(lora: LoraTensors) -> bool:
     modules = [change.module for change in lora.changes]
     return any(map(is_head, modules)) or (not lora.config.ties and any(map(is_embedding, modules)))
-
-
-def with_loras(
-    base: ModelSource | Path, names: str | Path | Sequence[str | Path], report: OnProgress | None = None
-) -> ModelSource:
-    """Return a model with LoRAs, downloaded if necessary; without any, the model."""
-    base = source_of(base)
-    if not names:
-        return base
-    given = [names] if isinstance(names, str | Path) else names
-    config, tied, made = base.config, base.spec.tied, copy(base)
-    made._base, made.loras = base, tuple((str(name), resolve_lora(name, report)) for name in given)
-    with ExitStack() as stack:
-        opened = [open_lora(*lora, stack) for lora in made.loras]
-        made.untied = tied and any(map(_unties, opened))
-    # the config says whether the head is the embedding: no tensor here can tell
-    tied, text = tied and not made.untied, config.get(TEXT)
-    inner = {TEXT: {**text, TIED: tied}} if isinstance(text, dict) and TIED in text else {}
-    made.config = {**config, **inner, TIED: tied}
-    made.spec = ModelSpec.from_hf(made.config, made.generation)
-    return made
-
-
-def resolve_lora(name: str | Path, report: OnProgress | None = None) -> Path:
-    folder = existing(name)
-    if folder is not None:
-        if not folder.is_dir() and is_gguf(folder):
-            problem = f"LoRA {name} is a GGUF file"
-            raise CheckpointError(problem, remedy="give the folder that it was made from, as PEFT saves it")
-        return folder.absolute()
-    match = REPOSITORY.fullmatch(str(name))
-    if match is None or match[2] is not None:
-        problem = f"LoRA {shortened(str(name))} is neither a folder nor a hub name of the form owner/name"
-        raise CheckpointError(problem, remedy="check its spelling")
-    return Download(match[1], None, match[3], report).run_files((LORA_CONFIG, WEIGHTS))

@@ -5,6 +5,7 @@ A method reads its config keys into a scheme of weight formats; a format reads t
 """
 
 from foredraft.model.quantisation.codes import BITS, GROUP, CodeFormat, Codes, quantise
+from foredraft.model.quantisation.methods import read_quantisation
 from foredraft.model.quantisation.scheme import (
     ActivationFormat,
     Quantisation,
@@ -12,7 +13,6 @@ from foredraft.model.quantisation.scheme import (
     TensorSpec,
     WeightFormat,
     pieces,
-    read_quantisation,
 )
 
 __all__ = [
