@@ -18,5 +18,5 @@ def between_steps(llm: LLM) -> None:
     [thread] = [each for each in service._THREADS if each.engine is llm.loaded.engine]
     done = threading.Event()
     if thread.alive:
-        thread._commands.put(done.set)
+        thread._line.queue.put(done.set)
         assert done.wait(60), "the thread hangs"

@@ -53,7 +53,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Number(Value):
-    """A number within bounds, and never an infinite one."""
+    """A number within bounds, by default never an infinite one."""
 
     least: float = 0.0
     most: float = sys.float_info.max

@@ -102,8 +102,7 @@ def _send_again() -> None:
 class Interrupt:
     """Context manager that handles SIGINT: the first signal cancels all requests of `llm`.
 
-    `llm` defers signals to the end of a round, so the engine is never interrupted within one. Other work
-    calls `check` where nothing is lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or
+    The engine runs in a thread of its own, which no signal reaches. Other work calls `check` where nothing is lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or
     PyTorch takes it for a file that cannot be written. The second signal raises a KeyboardInterrupt all the
     same.
     """

@@ -263,10 +263,8 @@ class Grammar(Constraint):
     """Allows the tokens with which the text can still become one of the grammar."""
 
     def __init__(self, matcher: LLMatcher, grammars: Grammars, option: str, pace: Pace) -> None:
-        self._matcher, self._pace = (
-            matcher,
-            pace,
-        )  # this sequence's own, at the beginning of a text; the request's
+        self._matcher = matcher  # this sequence's own, at the beginning of a text
+        self._pace = pace  # the request's
         self._vocabulary, self._ends, self._end = grammars.vocabulary, grammars.ends, grammars.end
         self.option = option
         self._tokens: list[int] = []  # read now and, behind `_length`, on the way that was last rewound

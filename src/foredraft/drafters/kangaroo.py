@@ -125,8 +125,10 @@ def kept_adapter(source: ModelSource) -> Path | None:
     """Return the adapter that is kept for a target, or for that one without its LoRAs, if any."""
     if not any_kept("adapters"):
         return None
-    found, base = find_adapter(target_hash(source)), hash_of_base(source, target_hash)
-    return find_adapter(base) if found is None and base is not None else found
+    found = find_adapter(target_hash(source))
+    if found is None and (base := hash_of_base(source, target_hash)) is not None:
+        found = find_adapter(base)
+    return found
 
 
 def find_adapter(hash: str) -> Path | None:

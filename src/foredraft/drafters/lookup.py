@@ -22,7 +22,7 @@ from typing import NamedTuple
 from foredraft.decode.drafter import ModelFreeDrafter, Peek
 from foredraft.decode.sequence import Finish, Sequence
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Nothing, Parts
-from foredraft.drafters.recent_texts import LONGEST_MATCH, IndexedDrafter, Matches, RecentTexts, TextsFile
+from foredraft.drafters.recent_texts import LONGEST_MATCH, IndexedDrafter, RecentTexts, TextsFile
 from foredraft.errors import Option
 
 
@@ -46,16 +46,22 @@ class Lookup(IndexedDrafter):
         self.tail = max(longest, *CONFIDENCE)
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        found = [self._search(sequence, budget).continuations for sequence, budget in requests]
-        return [each[0] if each else [] for each in found]
+        return [self._search(sequence, budget)[1][:budget] for sequence, budget in requests]
 
     def peek(self, sequence: Sequence, limit: int) -> Peek:
-        length, continuations = self._search(sequence, limit)
+        length, tokens = self._search(sequence, limit)
         confidence = CONFIDENCE[max(known for known in CONFIDENCE if known <= max(length, 1))]
-        return Peek(sum(map(len, continuations)), confidence)
+        return Peek(min(limit, len(tokens)), confidence)
 
-    def _search(self, sequence: Sequence, most: int) -> Matches:
-        return self.indices[sequence.id].search(sequence.tokens[-self.tail :], most, occurrences=1)
+    def _search(self, sequence: Sequence, most: int) -> tuple[int, list[int]]:
+        """Return the length of the match, and `most` or more of the tokens that followed it."""
+        asked, length, tokens = self.found.get(sequence.id, (-1, 0, []))
+        if asked < most:
+            tail = sequence.tokens[-self.tail :]
+            length, continuations = self.indices[sequence.id].search(tail, most, occurrences=1)
+            tokens = continuations[0] if continuations else []
+            self.found[sequence.id] = most, length, tokens
+        return length, tokens
 
 
 ASSET = Nothing(Lookup)
@@ -166,7 +172,6 @@ class Suffix(IndexedDrafter):
     def __init__(self, texts: RecentTexts, file: TextsFile) -> None:
         super().__init__(OWN_RUNS)
         self.texts, self.file = texts, file
-        self._drafts: dict[int, SuffixDraft] = {}  # sequence id -> its next draft, once that was asked for
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         return [self._draft(sequence).tokens[:budget] for sequence, budget in requests]
@@ -175,12 +180,8 @@ class Suffix(IndexedDrafter):
         draft = self._draft(sequence)
         return Peek(min(limit, len(draft.tokens)), draft.confidence)
 
-    def rewind(self, sequence: Sequence) -> None:
-        super().rewind(sequence)
-        self._drafts.pop(sequence.id, None)
-
     def leave(self, sequence: Sequence) -> None:
-        self._drafts.pop(sequence.id, None)
+        self.found.pop(sequence.id, None)
         if self.indices.pop(sequence.id, None) is not None and sequence.finish in ENDED:
             begin = max(0, len(sequence.prompt) - CONTEXT)
             self.texts.add(sequence.text_scope, sequence.tokens[begin:])
@@ -193,8 +194,9 @@ class Suffix(IndexedDrafter):
 
     def _draft(self, sequence: Sequence) -> SuffixDraft:
         """Return the draft by what followed each occurrence of the longest match."""
-        if (draft := self._drafts.get(sequence.id)) is not None:
-            return draft
+        known: SuffixDraft | None = self.found.get(sequence.id)
+        if known is not None:
+            return known
         tail = sequence.tokens[-LONGEST_MATCH:]
         found = [
             self.indices[sequence.id].search(tail, LONGEST_DRAFT),
@@ -209,7 +211,7 @@ class Suffix(IndexedDrafter):
             else 0.0
         )
         confidence = max((level for level in LEVELS if level <= chance), default=LEVELS[0])
-        draft = self._drafts[sequence.id] = SuffixDraft(tokens, confidence)
+        draft = self.found[sequence.id] = SuffixDraft(tokens, confidence)
         return draft
 
 

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -195,6 +195,7 @@ class IndexedDrafter(ModelFreeDrafter):
     def __init__(self, runs: Seq[int]) -> None:
         self.runs = runs  # tokens of the runs that have tables
         self.indices: dict[int, TextIndex] = {}  # by sequence id
+        self.found: dict[int, Any] = {}  # by sequence id, what was found in its text, until that changes
 
     def join(self, sequence: Sequence) -> None:
         index = self.indices[sequence.id] = TextIndex(self.runs)
@@ -203,12 +204,14 @@ class IndexedDrafter(ModelFreeDrafter):
     def rewind(self, sequence: Sequence) -> None:
         # Text only grows, or is a prefix of what it was after a ban's rollback.
         index = self.indices[sequence.id]
+        self.found.pop(sequence.id, None)
         common = min(index.end, len(sequence.tokens))
         index.rewind(common)
         index.extend(sequence.tokens[common:])
 
     def leave(self, sequence: Sequence) -> None:
         self.indices.pop(sequence.id, None)
+        self.found.pop(sequence.id, None)
 
 
 RUNS = (8, 3)  # tokens of the runs that have tables; one token or two say little about another text

@@ -123,8 +123,9 @@ class CopyAsset(Asset):
         if search.choosing and target.coded_bits is None:
             models = [target, *(model for found in search.found for model in found.models)]
             sizes = [weight_bytes(model.spec, search.device, model.dtype) for model in models]
-            copies = SHARE * coded_copy_bytes(target.spec, bits)
-            ample = sizes[0] >= LEAST and copies <= search.free_memory() - sum(sizes)
+            ample = sizes[0] >= LEAST and (
+                SHARE * coded_copy_bytes(target.spec, bits) <= search.free_memory() - sum(sizes)
+            )
             if ample and _no_kernels_because(search) is None:
                 from foredraft.drafters import plan_files
 

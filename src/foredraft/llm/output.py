@@ -164,6 +164,7 @@ class Request:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences  # in the order in which they start
         self.news = SimpleQueue[Any]()  # results, reports of progress to be called, or an error to be raised
+        self.submitted = False
         self.watch: object = None  # a reference to its owner; were that garbage, it would tell nothing
 
     @property
@@ -181,9 +182,11 @@ class Request:
 
     def fail(self, engine: Engine, error: BaseException) -> bool:
         """End a request that cannot go on or be shown; return whether nothing is left to show."""
-        for sequence in self.sequences:
-            engine.fail(sequence, message_of(error))
-        self.news.put(error)
+        try:
+            for sequence in self.sequences:
+                engine.fail(sequence, message_of(error))
+        finally:
+            self.news.put(error)
         return True
 
 
@@ -255,6 +258,11 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """Cancel the request, without waiting for the step that runs; the iterator has no more pieces."""
         try:
-            self._over = True
-        finally:
-            self._thread.cancel(self._request)
+            self._end()
+        except BaseException:
+            self._end()  # an interrupt came before the request was cancelled
+            raise
+
+    def _end(self) -> None:
+        self._over = True
+        self._thread.cancel(self._request)

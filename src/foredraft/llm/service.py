@@ -3,23 +3,23 @@
 A command comes from any thread, from a signal handler or from the garbage collector: it is one `put` into a
 queue, and is carried out between two steps. A caller only waits for its news, so an interrupt reaches it at
 once, and cancels its request. So does the end of the request's owner, as garbage. While no request wants a
-token the thread refers to no engine, so a model that is dropped frees its memory.
+token the thread refers to no engine, so a model that is dropped frees its memory, and after a while it ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import torch
 
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence, State
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "foredraft-engine"
 NAP = 0.001  # seconds between two looks whether the thread has ended
+LINGER = 1.0  # seconds that an idle thread waits for a command before it ends
 Command: TypeAlias = Callable[[], object]
 
 
@@ -63,6 +64,32 @@ class _Call:
     """The owner of a request, for the time of one call."""
 
 
+class _Line:
+    """The commands of a thread, and whether it serves them; no engine is reached from here."""
+
+    def __init__(self) -> None:
+        self.queue = SimpleQueue[Command]()
+        self.serving = threading.Lock()  # held by the thread that works; another one ends at once
+        self.ended = False  # the thread ends as soon as it is idle
+        self._first: Command | None = None
+
+    def wait(self) -> bool:
+        """Return whether a command comes before the thread is to end."""
+        with suppress(Empty):
+            self._first = self.queue.get(timeout=LINGER)
+        return self._first is not None
+
+    def carry_out(self) -> bool:
+        """Carry out a command, to which nothing refers afterwards; return whether there was one."""
+        command, self._first = self._first, None
+        try:
+            command = command or self.queue.get_nowait()
+        except Empty:
+            return False
+        command()
+        return True
+
+
 _THREADS = weakref.WeakSet["EngineThread"]()
 
 
@@ -72,25 +99,27 @@ class EngineThread:
     def __init__(self, engine: Engine, progress: Report | None) -> None:
         self.engine, self._progress = engine, progress
         self.closed = False
+        self.failed = False  # a defect broke off what it was about
         self.after_step: set[Callable[[], None]] = set()  # called when all requests have shown their news
-        self._commands = SimpleQueue[Command | None]()  # None ends the thread
+        self._line = _Line()
         self._requests: list[Request] = []  # that are not over; the thread's own
+        self._ident: int | None = None  # of the thread, while it works
         self._process = os.getpid()
-        self._serving = threading.Lock()  # held by the thread that works; another one ends at once
-        weakref.finalize(self, self._commands.put, None).atexit = False
         _THREADS.add(self)
 
     @property
     def alive(self) -> bool:
-        return self._serving.locked()  # an interrupt in `Thread.is_alive` would end the thread for Python
+        # not `Thread.is_alive`: an interrupt there would end the thread for Python
+        return self._line.serving.locked()
 
     def check_process(self) -> None:
         """Check that this process loaded the model."""
         check_process(self._process)
 
     def start(self) -> None:
+        """Start the thread unless it lives; it ends by itself."""
         if not self.alive:
-            given = self._commands, self._serving, weakref.ref(self)
+            given = self._line, weakref.ref(self)
             threading.Thread(target=_serve, args=given, name=NAME, daemon=True).start()
 
     def submit(self, request: Request, owner: object = None) -> None:
@@ -98,11 +127,12 @@ class EngineThread:
         self.check_process()
         if self.closed:
             raise closed()
+        request.submitted = True
         if owner is not None:
-            request.watch = watch = _Owner(owner, self._commands.put)
+            request.watch = watch = _Owner(owner, self._line.queue.put)
             watch.cancel = partial(self._each, request.sequences[::-1], self.engine.cancel)
         release_workers()  # this thread's, or they would slow down the engine's
-        self._commands.put(partial(self._take_up, request, torch.get_num_threads()))
+        self._line.queue.put(partial(self._take_up, request))
         self.start()
 
     def run(self, request: Request) -> Any:
@@ -121,52 +151,72 @@ class EngineThread:
         while True:
             news = request.news.get()
             if request.news.qsize() == AHEAD - 1:
-                self._commands.put(_go_on)
+                self._line.queue.put(_go_on)
+                self.start()
             if isinstance(news, BaseException):
-                raise news
+                raise _copied(news)
             if not isinstance(news, partial):
                 return news
             news()
 
     def cancel(self, request: Request) -> None:
         """End a request after the step that runs. It may be over, or never have been submitted."""
-        # last first: otherwise the row of a cancelled sequence would pass to a waiting choice of its prompt
-        self.tell(self.engine.cancel, request.sequences[::-1])
+        if request.submitted:
+            # last first: else the row of a cancelled sequence would pass to a waiting choice of its prompt
+            self.tell(self.engine.cancel, request.sequences[::-1])
 
     def tell(self, method: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
         """Call a method of the engine for each sequence after the step that runs; not in a forked process."""
         if self._process == os.getpid():
-            self._commands.put(partial(self._each, sequences, method))
+            self._line.queue.put(partial(self._each, sequences, method))
+            self._wake()
 
     def cancel_all(self) -> None:
-        """Cancel every request that was submitted so far."""
+        """Cancel every request that was submitted so far; a signal handler may call this."""
         self.check_process()
-        self._commands.put(self._cancel_all)
+        self._line.queue.put(self._cancel_all)
 
     def stop(self) -> None:
-        """Cancel every request, and end the thread; in a forked process nothing runs."""
-        if self._process != os.getpid() or threading.current_thread().name == NAME:
+        """Cancel every request, and wait for the thread's end unless this is it; not in a forked process."""
+        if self._process != os.getpid():
             return
-        while self.alive or not self._commands.empty():
-            self.start()
-            self._commands.put(self._cancel_all)
-            self._commands.put(None)
-            while self.alive:
-                time.sleep(NAP)
+        self._line.queue.put(self._cancel_all)
+        self._line.ended = True
+        self._line.queue.put(_go_on)
+        if self._requests:
+            self._wake()
+        while self.alive and not self.within:
+            time.sleep(NAP)
 
-    def work(self, command: Command | None) -> None:
+    @property
+    def within(self) -> bool:
+        """Whether the caller runs in the engine's thread."""
+        return self._ident == threading.get_ident()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the interpreter is ending
+            self.start()
+
+    def work(self) -> None:
         """Carry out commands, and step the engine until no request wants a step."""
-        while command is not None:
-            command()
-            while self._commands.empty():
+        self._ident = threading.get_ident()
+        try:
+            while True:
+                while self._line.carry_out():
+                    pass
                 self._show()
-                wanted = any(each.wants for each in self._requests)
-                if not wanted or self.engine.scheduler.stalled:
-                    return
-                self._step()
-            command = self._commands.get()
-        self._show()
-        self._commands.put(None)
+                if self._line.queue.empty():
+                    if self.engine.scheduler.stalled or not any(each.wants for each in self._requests):
+                        return
+                    self._step()
+        except BaseException as error:
+            logger.exception("the engine's thread failed; its requests end with an error")
+            self.failed = True
+            broken, self._requests = self._requests, []
+            for each in broken:
+                each.news.put(error)
+        finally:
+            self._ident = None
 
     def _show(self) -> None:
         before = len(self._requests)
@@ -183,9 +233,7 @@ class EngineThread:
         except BaseException as error:
             return request.fail(self.engine, error)
 
-    def _take_up(self, request: Request, threads: int) -> None:
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)  # as many as the caller's
+    def _take_up(self, request: Request) -> None:
         self._requests.append(request)
         self._each(request.sequences, self.engine.cancel if self.closed else self.engine.submit)
 
@@ -238,26 +286,36 @@ class EngineThread:
             request.report(progress, done, total)
 
 
-def _serve(
-    commands: SimpleQueue[Command | None], serving: threading.Lock, of: weakref.ref[EngineThread]
-) -> None:
-    """Work on commands; between them refer to no engine."""
-    if not serving.acquire(blocking=False):
-        return
+def _serve(line: _Line, of: weakref.ref[EngineThread]) -> None:
+    """Work on commands until none comes for a while; between them refer to no engine."""
+    while line.serving.acquire(blocking=False):
+        try:
+            while (thread := of()) is not None:
+                thread.work()
+                del thread
+                if line.ended or not line.wait():
+                    break
+        finally:
+            line.serving.release()
+        if line.queue.empty() or of() is None:
+            return
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Return a copy, so that each caller has a traceback of its own; the error where it cannot be copied."""
     try:
-        while (command := commands.get()) is not None:
-            thread = of()
-            if thread is not None:
-                thread.work(command)
-            del thread, command
-    finally:
-        serving.release()
+        made = copy.copy(error)
+    except Exception:
+        return error
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)
 
 
 @atexit.register
 def _stop_threads() -> None:
     for thread in list(_THREADS):
-        thread.stop()
+        if thread.alive:
+            thread.stop()
 
 
 class RequestHandle(Request):
@@ -327,14 +385,14 @@ class Service:
         self._llm, self._publish = llm, publish
         self.thread = llm._open_thread()
         self.events: list[StreamEvent] = []  # of the step that ran last
+        self._open: set[RequestHandle] = set()  # whose last piece was not published
         self._stopped = False
         self.thread.after_step.add(self._publish_events)
-        self.thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread lives; it ends by `stop`, or by a defect."""
-        return self.thread.alive
+        """Whether requests are served, which ends by `stop`, or by a defect."""
+        return not (self._stopped or self.thread.failed)
 
     def submit(self, asked: Submission, *, owner: Any = None) -> RequestHandle:
         """Start the samples of a submission; the handle has `owner`."""
@@ -344,7 +402,14 @@ class Service:
         requests = self._llm.requests
         sequences, output = requests.sequences(requests.encoded(asked)), requests.output
         handle = RequestHandle(self, [TextStreamer(sequence, output) for sequence in sequences], owner)
-        self.thread.submit(handle)
+        self._open.add(handle)
+        try:
+            self.thread.submit(handle)
+        except BaseException:
+            self._open.discard(handle)
+            raise
+        if not self.alive:  # it was stopped meanwhile
+            self.thread.cancel(handle)
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
@@ -360,10 +425,12 @@ class Service:
         self.thread.tell(self.thread.engine.resume, handle.sequences)
 
     def stop(self) -> None:
-        """Cancel all requests, publish what they have, and end the thread."""
+        """Take no more requests, cancel all that there are, and wait until what they have is published."""
         self._stopped = True
-        self.thread.stop()
-        self.thread.after_step.discard(self._publish_events)
+        self.thread.cancel_all()
+        self.thread.start()
+        while self._open and not (self.thread.failed or self.thread.within):
+            time.sleep(NAP)
 
     def _publish_events(self) -> None:
         events, self.events = self.events, []
@@ -372,3 +439,4 @@ class Service:
                 self._publish(events)
             except Exception:
                 logger.exception("the news of a step are lost")
+            self._open -= {event.handle for event in events if event.handle.over}

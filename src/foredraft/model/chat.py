@@ -71,13 +71,15 @@ class ChatTemplate:
         """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json."""
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
+        files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+        files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
+        if not files and config.get("chat_template") is None:
+            return None
         tokens = config
         # Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides it,
         # as in transformers.
         if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
             tokens = config | read_json(folder / SPECIAL_TOKENS)
-        files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
-        files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
         try:
             templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
         except (OSError, UnicodeDecodeError) as error:

@@ -18,11 +18,12 @@ from typing import Any
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import is_file_name
 from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
+from foredraft.model.safetensors_file import INDEX, SINGLE
 from foredraft.model.source import missing_files
+from foredraft.model.spec import CONFIG
 
 logger = logging.getLogger(__name__)
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SMALL = (  # the files besides the weights
     CONFIG,
     "generation_config.json",

@@ -31,7 +31,9 @@ def resolve(
     weights: bool = True,
 ) -> ModelSource:
     """Return the model that a folder, a GGUF file or a hub id stands for."""
-    return source_at(locate(name_or_path, revision, report, weights=weights))
+    path = locate(name_or_path, revision, report, weights=weights)
+    downloaded = path.is_dir() and existing(name_or_path) is None  # a GGUF file may lie beside its weights
+    return ModelSource(path) if downloaded else source_at(path)
 
 
 def locate(

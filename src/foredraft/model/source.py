@@ -22,6 +22,7 @@ from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.tokenizer import FILE, Tokenizer
 
 Opened = dict[str, StoredTensor]  # by their names in the files
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")  # suffixes of files
 
 
 class ModelSource:
@@ -94,8 +95,9 @@ class ModelSource:
 
     def write_others(self, folder: Path, beginnings: tuple[str, ...] = ("",)) -> None:
         """Write the files besides config and weights whose names begin so into a folder."""
+        weights = WEIGHTS if self.loras else WEIGHTS[:1]  # those of the base alone
         for file in self.path.iterdir():
-            others = file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX)
+            others = file.suffix not in weights and file.name not in (CONFIG, INDEX)
             if others and file.name.startswith(beginnings) and file.is_file():
                 shutil.copyfile(file, folder / file.name)
 

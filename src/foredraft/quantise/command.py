@@ -2,9 +2,9 @@
 
 The linear layers and the head are coded; a tied head becomes a tensor of its own. The embedding is stored as
 the values that its codes stand for, because the format has no codes of embeddings. Every other tensor and
-file is copied. Of a multimodal checkpoint the text model alone
-is written. The card has, over held-out text, the KL divergence from the original, how often both find the
-same token likeliest, the ratio of perplexities, and the embedding's share of the divergence.
+file is copied. Of a multimodal checkpoint the text model alone is written. The card has, over held-out text,
+the KL divergence from the original, how often both find the same token likeliest, the ratio of perplexities,
+and the embedding's share of the divergence.
 """
 
 from __future__ import annotations

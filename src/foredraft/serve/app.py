@@ -127,7 +127,7 @@ def _add_reader(app: FastAPI, state: App, path: str, reader: Reader) -> None:
         key = _check_key(state, request, either=reader.either)
         model = state.ready()
         body = await _body(request, state)
-        given = await offloaded(current().size, reader.request.read, body)
+        given = await offloaded(current().size, reader.read, body)
         permit = model.limits.take(1, Client.of(key, current().address).name)
         try:
             with as_problems():

@@ -245,7 +245,7 @@ def _add(messages: Messages, item: dict[str, Any]) -> None:
         parts = item.get("content") or item.get("summary") or []
         given = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
         texts = [part["text"] for part in given if isinstance(part.get("text"), str)]
-        if text := "\n".join(filter(None, texts)):  # otherwise it has none that can be read
+        if text := "\n".join(texts):  # otherwise it has none that can be read
             messages.append({"role": "assistant", "content": None, REASONING: text})
     elif kind == "item_reference":
         if not str(item.get("id")).startswith(REASONING_ID):

@@ -11,7 +11,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -54,7 +54,9 @@ class Turns:
         working.add_done_callback(self._end)
         return await asyncio.shield(working)
 
-    def _end(self, _: object) -> None:
+    def _end(self, working: asyncio.Task[Any]) -> None:
+        if not working.cancelled():
+            working.exception()  # of work whose client has left, too, so that asyncio logs none
         self.held -= 1
         self.untidy = True
         self._free.release()

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from foredraft.errors import ContextLengthError, ForedraftError, Option, RequestError, python_spelling
-from foredraft.llm.output import Output
 
 # Options of the library -> fields of requests, where the names differ.
 FIELDS = {
@@ -129,11 +128,6 @@ def forget_frames(error: BaseException) -> None:
             known.add(id(each))
             each.__traceback__ = None
             left += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
-
-
-def check_output(output: Output) -> None:
-    if output.finish_reason == "error":
-        raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
 
 
 def busy(message: str, status: int = 503, seconds: int = 1) -> Problem:

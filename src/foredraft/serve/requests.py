@@ -281,7 +281,8 @@ class CompletionRequest(_Request):
                 options["prompt_logprobs"] = self.logprobs
         if not self.prompt:
             raise Problem(400, "prompt is empty; give text or token ids", param="prompt")
-        for place, each in enumerate(self.prompt if isinstance(self.prompt, list) else ()):
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        for place, each in enumerate(self.prompt if several else ()):
             if each in ("", []):
                 raise Problem(400, f"prompt[{place}] is empty; give text or token ids", param="prompt")
         prompts = [self.kept(prompt) for prompt in llm.encode(self.prompt)]

@@ -67,11 +67,11 @@ class AllowedTools(BaseModel, extra="forbid", strict=True):
 
 AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedTools, Tag("allowed_tools")]
+    | Annotated[AllowedTools, Tag("allowed")]
     | Annotated[OtherTool, Tag("named")],
     Discriminator(
         lambda choice: "word" if isinstance(choice, str)
-        else "allowed_tools" if kind_of(choice) == "allowed_tools" else "named"
+        else "allowed" if kind_of(choice) == "allowed_tools" else "named"
     ),
 ]  # fmt: skip
 

@@ -160,7 +160,11 @@ class App:
                 self.metrics.count("requests_cancelled")
             permit.free()
             raise
-        return shape(record.own_id, model.names[0], body, generation, model.texts)
+        try:
+            return shape(record.own_id, model.names[0], body, generation, model.texts)
+        except BaseException:
+            model.end(generation)  # which no reader would
+            raise
 
 
 async def _in_a_daemon(load: Loader) -> LLM:

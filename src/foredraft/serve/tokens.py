@@ -7,7 +7,7 @@ https://platform.openai.com/docs/api-reference/responses/input-tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from foredraft.decode.params import is_whole
 from foredraft.model.tokenizer import Tokenizer
@@ -111,11 +111,16 @@ class Reader(NamedTuple):
     either: bool = False  # a key may come in the header of either API
     beside: Mapping[str, str] = {}  # what a reply has beside the number of tokens
 
+    def read(self, body: object) -> Body:
+        """Return the body, as a chat where that is counted; it may take long for a long one."""
+        given = self.request.read(body)
+        return given if isinstance(given, TokenizeRequest | DetokenizeRequest) else given.chat()
+
     def answer(self, given: Body, model: Model) -> tuple[bytes, Notes]:
         """Return the reply in JSON, and the notes of its headers; it may take long for a long body."""
         if isinstance(given, TokenizeRequest | DetokenizeRequest):
             return given.answer(model), {"x-ignored-fields": sorted(given.further)}
-        chat = given.chat()
+        chat = cast(ChatRequest, given)
         with as_problems(chat):
             job = Job.of(chat, model.llm, model.names)
         return as_json({**self.beside, "input_tokens": job.prompt_tokens}).encode(), job.notes

@@ -1,6 +1,6 @@
 """Studies: the stored trials of a search, so that it can be interrupted, resumed, and shared by processes.
 
-Optuna stores them, through its public interface alone; only `study` and `samplers` import it. A plan counts
+Optuna stores them, through its public interface alone; only `study` and `search` import it. A plan counts
 as tried once its trial is complete, so a process that dies leaves nothing to clear away. A file that holds no
 studies is refused and left unchanged. No message shows a password.
 """

@@ -186,6 +186,8 @@ def _eagle(place: Path, config: Mapping[str, Any], headers: Headers) -> HeadReco
     read = ConfigReader(config)
     record = eagle3_record(read, config, OF_THE_HEAD | {"bias", "qkv_bias"}, None)
     spec, has_bias = record.spec, "fc.bias" in headers
+    if record.draft_vocab_size != spec.vocab_size:
+        raise read.error("draft_vocab_size", "an EAGLE-1 or EAGLE-2 head drafts over the whole vocabulary")
     if read.flag("qkv_bias", if_null=False):
         spec = replace(spec, qkv_bias=True)
     if read.take("bias") is not None and read.flag("bias") != has_bias:

@@ -131,8 +131,9 @@ def _eagle3(read: MetadataReader) -> HeadRecord:
         "norm_before_residual": read.flag("norm_before_residual"),
         "norm_before_fc": read.flag("norm_before_fc"),
     }
+    aux_layers = aux_layers_of(read)
     with _named(read.file.path):
-        record = eagle3_record(ConfigReader(config), config, OF_THE_HEAD, aux_layers_of(read))
+        record = eagle3_record(ConfigReader(config), config, OF_THE_HEAD, aux_layers)
     absolute = None if OLDER_D2T in read.file.tensors else True
     return replace(record, layer="layers.0", format="GGUF", absolute_d2t=absolute)
 

@@ -68,12 +68,9 @@ class HeadBuilder:
     tensors: HeadTensors  # gives them
     target: Decoder  # the target's decoder
     product: Callable[[Tensor, Tensor | None], Product]  # makes a linear layer of weight [M, K] and bias [M]
-    draft_vocab: (
-        Tensor | None
-    )  # the target's ids that it can draft, [draft_vocab]; None where it can draft all
-    projections: Callable[[HeadBuilder, Sequence[str]], Product] | None = (
-        None  # joins q, k and v; None: in one
-    )
+    draft_vocab: Tensor | None  # the target's ids that it can draft, [draft_vocab]; None: all
+    # joins q, k and v; None: in one
+    projections: Callable[[HeadBuilder, Sequence[str]], Product] | None = None
 
     def load(self, names: Sequence[str]) -> Tensor:
         return self.tensors.load({name: self.shapes[name] for name in names})

@@ -314,6 +314,7 @@ def head_shapes(
     """Return the shapes of the tensors that must be there, and of those that may be."""
     spec, size, target = record.spec, record.spec.hidden_size, record.target_size
     count = 3 if record.aux_layers is None else len(record.aux_layers)  # 3: `default_aux_layers`
+    count = 1 if record.pair_fc else count
     parts: dict[str, tuple[int, ...]] = {"fc": (size, count * target)}  # the weight of each norm and product
     biased: set[str] = set()  # products with a bias
     optional: dict[str, tuple[int, ...]] = {

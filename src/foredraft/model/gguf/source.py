@@ -1,8 +1,8 @@
 """The source that a GGUF file is: config and tokenizer of its metadata, tensors by the names of Hugging Face.
 
 The file is first checked to hold every tensor that its model needs in the right shape, and no other. To make
-a large vocabulary takes seconds, so what was made is kept in the user's cache folder, until the file or one
-of its parts changes.
+a large vocabulary takes seconds, so what was made of the latest files is kept in the user's cache folder, by
+the state of their parts.
 """
 
 from __future__ import annotations
@@ -49,10 +49,8 @@ class GGUFSource(ModelSource):
         if len(names) > 1 and not self.path.exists():
             GGUFModel(path)  # says that the first part is missing
         self._state = self._read_state("check its name")
-        # a line with all but the tokenizer, whose content may be empty
-        head, _, content = _content(self.path, self._state).partition(b"\n")
+        head, self._content = _content(self.path, self._state)
         self.config, self.generation, self._tokens, self._refusal = json.loads(head)
-        self._content = content or None
 
     def _read_state(self, remedy: str) -> tuple[tuple[int, ...] | None, ...]:
         try:
@@ -103,15 +101,17 @@ def _opened(path: Path, state: tuple[tuple[int, ...] | None, ...]) -> GGUFModel:
     return GGUFModel(path, lists=False)  # the vocabulary of Gemma takes 40 MB
 
 
-@functools.lru_cache(maxsize=2)
-def _content(path: Path, state: tuple[tuple[int, ...] | None, ...]) -> bytes:
+@functools.lru_cache(maxsize=1)
+def _content(path: Path, state: tuple[tuple[int, ...] | None, ...]) -> tuple[bytes, bytes | None]:
+    """Return a line with all but the tokenizer, and the content of tokenizer.json, if any."""
     key = {"format": FORMAT, "file": str(path), "state": state}
     content = user_cache.read_bytes(KIND, key, SUFFIX)
     if content is None:
         content = _made(GGUFModel(path))
         user_cache.write_bytes(KIND, key, SUFFIX, content)
         user_cache.keep_newest(KIND, SUFFIX, MOST)
-    return content
+    head, _, tokenizer = content.partition(b"\n")
+    return head, tokenizer or None
 
 
 def _made(file: GGUFModel) -> bytes:

@@ -118,6 +118,8 @@ class Runner:
         **options: Unpack[PassOptions],
     ) -> Forward:
         """Run one pass: column t of row b is position starts[b] + t of the cache row first_row + b."""
+        if not options.keys() <= PassOptions.__annotations__.keys():
+            raise TypeError(f"a pass has no options {sorted(options.keys() - PassOptions.__annotations__)}")
         leaves, stop, resume = options.get("leaves"), options.get("stop"), options.get("resume")
         if leaves is not None and not self.takes_leaves:
             raise ValueError("passes of PyTorch's operators take no leaves of token trees")
