@@ -18,7 +18,7 @@ from foredraft import LLM, Output, RequestError, SamplingParams
 from foredraft.constraints import grammar
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.grammar import SPELLED, Grammar, MaskThreads
-from foredraft.constraints.lru_cache import KEPT_BYTES, LRUCache
+from foredraft.constraints.shared_cache import KEPT_BYTES, LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.model.byte_codec import ByteCodec
 from tests.support.panics import panic

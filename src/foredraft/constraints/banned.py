@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.constraints.lru_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseState, Symbols
+from foredraft.constraints.shared_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams

@@ -18,7 +18,7 @@ import torch
 
 from foredraft.arguments import clear_calls
 from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.lru_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints.shared_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import StopAutomaton

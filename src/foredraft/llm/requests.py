@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft.constraints import ConstraintFactory
 from foredraft.constraints.combined import AllowedTokens, mask_of
-from foredraft.constraints.lru_cache import LRUCache
+from foredraft.constraints.shared_cache import LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.params import GRAMMARS, SamplingKeywords, SamplingParams

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from foredraft.constraints.grammar import check_grammar
-from foredraft.constraints.lru_cache import LRUCache
+from foredraft.constraints.shared_cache import LRUCache
 from foredraft.errors import RequestError, shortened
 
 Schema: TypeAlias = dict[str, Any]
