@@ -525,17 +525,22 @@ class FakeTerminal(io.StringIO):
         return True
 
 
+def others() -> set[str]:
+    """The threads besides the engine's."""
+    return {each.name for each in threading.enumerate()} - {"foredraft-engine"}
+
+
 def test_nothing_is_drawn_while_timed(words: list[str], at_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    threads = threading.active_count()
+    threads = others()
     disturbed: list[int] = []
 
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         before = screen.tell()
         outputs = request()
         time.sleep(0.15)  # longer than the period of a refresh thread
-        if screen.tell() != before or threading.active_count() != threads:
+        if screen.tell() != before or others() != threads:
             disturbed.append(number)
         return outputs
 

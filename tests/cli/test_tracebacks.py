@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,13 +144,3 @@ def test_what_cannot_be_examined_is_named_by_its_reader(tokenizer: Tokenizer, tm
         assert not is_no_file(tmp_path / name)
         with pytest.raises(ConfigError, match=r"which cannot be read \((File name too long|No such file)"):
             corpus(tokenizer, tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "record", ["{}", '{"format": 2}', '{"file": 1, "identity": []}', '{"no_tokenizer": "x"}']
-)
-def test_a_record_of_no_gguf_file_is_one_line(record: str, model: Path, tmp_path: Path, cli: Cli) -> None:
-    damaged = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    (damaged / "gguf.json").write_text(record)
-    for words in ("generate hi", "info", f"tune --trials 1 --prompts {damaged / 'config.json'}"):
-        assert "gguf.json does not say which GGUF file" in cli.refused(words, "--model", damaged)

@@ -17,7 +17,6 @@ from foredraft.cli.render import STAGES, ProgressLines
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.drafters.skips import Skips
 from foredraft.llm.loaded import Loaded
-from foredraft.model.runner import Runner
 from foredraft.tune import finals
 from foredraft.tune import run as run_module
 from foredraft.tune import teacher_forced as calibration
@@ -392,7 +391,7 @@ def test_costs_and_temperature_decide_the_study(big: str, monkeypatch: pytest.Mo
     assert len(set(names)) == 4 and names[-1] == names[0]
     assert name(temperature=1.0) not in names
     names.append(name(loaded=replace(llm.loaded, deterministic=not llm.deterministic)))
-    for owner, flag in ((llm.loaded.runner, "compiled"), (Runner, "by_kernels")):
+    for owner, flag in ((llm.loaded.runner, "compiled"), (llm.loaded.runner, "by_kernels")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, flag, not getattr(llm.loaded.runner, flag))
             names.append(name())

@@ -53,7 +53,7 @@ def check_fused_drafts(llm: LLM, kind: str, prompts: list[list[int]]) -> None:
 
     def compared(*given: Any) -> Any:
         nonlocal steps
-        draft, single = by_one_call(*given), drafting._draft_loop(*given)
+        draft, single = by_one_call(*given), drafting._draft_loop(*given, drafting._by_logits(*given))
         if draft is None:  # its first token has nothing to read
             return single
         assert draft.lengths.tolist() == single.lengths.tolist()

@@ -13,6 +13,8 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode import policy as policies
 from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters import states
@@ -90,9 +92,9 @@ def test_greedy_ids_in_a_batch_of_all_adapters_and_alone(llm: LLM, plain: Ids, p
 
 @pytest.mark.heavy
 def test_greedy_ids_under_the_cost_model(llm: LLM, plain: Ids) -> None:
-    engine_of(llm).policy = auto = policies.Auto(6)
+    engine_of(llm).policy = auto = Auto(6)
     steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in engine_of(llm).drafters}
-    auto.use(policies.CostTable({1: {1: 1.0, 7: 1.1}, ROWS: {ROWS: 1.0, 7 * ROWS: 1.1}}, steps, {}))
+    auto.use(CostTable({1: {1: 1.0, 7: 1.1}, ROWS: {ROWS: 1.0, 7 * ROWS: 1.1}}, steps, {}))
     bits.assert_same(llm, ["auto"] * len(PROMPTS), plain, params=GREEDY)
 
 

@@ -35,8 +35,8 @@ def add(name, help, field):
 add(
     "foredraft.decode.params",
     ("        regex: A regular", "        wobble: How much the text wobbles. Default: not at all.\\n"),
-    ("    regex: str | None = field(", "    wobble: float = field(\\n"
-     "        default=0.0, metadata=option(Number('from 0 to 3', most=3.0), elsewhere='wibble')\\n    )\\n"),
+    ("    regex: str | None = _option(",
+     "    wobble: float = _option(0.0, Number('from 0 to 3', most=3.0), elsewhere='wibble')\\n"),
 )
 add(
     "foredraft.kinds.load_options",

@@ -6,8 +6,10 @@ import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import foredraft
 from foredraft import LLM, RequestError, SamplingParams
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
+from foredraft.llm import service
 from foredraft.llm.output import AHEAD, TextStreamer
 from foredraft.llm.requests import Submission
 from foredraft.llm.service import Service, StreamEvent
@@ -237,3 +240,81 @@ def test_the_progress_of_a_prompt_is_reported_to_its_caller(tmp_path: Path) -> N
             llm.generate([5] * 300, PARAMS)
         between_steps(llm)
         assert reports == [(threading.current_thread(), 256, 299)] and engine_of(llm).scheduler.idle
+
+
+# --- the end of a thread, and its defects -----------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[LLM]:
+    folder = checkpoints.save_checkpoint(tmp_path / "model")
+    with foredraft.load(folder, drafter="none", max_length=512, policy="fixed") as llm:
+        yield llm
+
+
+def in_time(call: Any) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+
+
+def test_a_thread_that_is_stopped_twice_ends(own: LLM) -> None:
+    stream = own.stream([5, 6], LONG)
+    next(stream)
+    [thread] = [each for each in service._THREADS if each.engine is engine_of(own)]
+    stops = [threading.Thread(target=thread.stop, daemon=True) for _ in range(3)]
+    for stop in stops:
+        stop.start()
+    for stop in stops:
+        stop.join(60)
+        assert not stop.is_alive(), "it hangs"
+    assert not thread.alive and [*stream][-1].output.finish_reason == "cancelled"  # type: ignore[union-attr]
+    assert own.generate([6, 7], PARAMS)[0].finish_reason == "length"
+
+
+def test_a_model_is_freed_whatever_is_closed_after_it(own: LLM) -> None:
+    engine = weakref.ref(engine_of(own))
+    begun, fresh = own.stream([5, 6], LONG), own.stream([5, 6], LONG)
+    next(begun)
+    own.close()
+    fresh.close()
+    with pytest.raises(RequestError, match="closed"):
+        next(own.stream([5, 6], LONG))
+    del begun, fresh
+    gc.collect()
+    assert engine() is None
+
+
+def test_a_model_that_is_closed_in_its_own_thread_cancels_its_requests(own: LLM) -> None:
+    events: SimpleQueue[Any] = SimpleQueue()
+
+    def publish(found: Any) -> None:
+        own.close()
+        for event in found:
+            events.put(event)
+
+    Service(own, publish).submit(Submission([5, 6], GREEDY.replace(max_new_tokens=400, ignore_eos=True)))
+    while (event := events.get(timeout=60)).piece.output is None:
+        pass
+    assert event.piece.output.finish_reason == "cancelled"
+
+
+def test_a_defect_that_no_request_survives_reaches_all_their_callers(
+    own: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(engine_of(own), "step", broken)
+    monkeypatch.setattr(engine_of(own), "fail_batch", broken)
+    monkeypatch.setattr(Engine, "fail", broken)
+    for _ in range(2):
+
+        def call() -> None:
+            with pytest.raises(OSError, match="gone"):
+                own.generate([[6, 7], [5, 6], [7, 8]], PARAMS)
+
+        in_time(call)
+    assert not Service(own, print).alive
+    monkeypatch.undo()

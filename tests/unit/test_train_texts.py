@@ -235,7 +235,16 @@ COUNTED = (
     "{% if messages|length in range(18, 26) %}!{% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SOURCES = TEMPLATES | {"default system": DEFAULT_SYSTEM, "reasoning once": REASONING_ONCE}
+HEADERS = """{%- for message in messages %}
+    {%- set text = '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|turn|>' %}
+    {%- if loop.index0 == 0 %}
+        {%- set text = bos_token + text %}
+    {%- endif %}
+    {{- text }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}
+"""
+SOURCES = TEMPLATES | {"headers": HEADERS, "default system": DEFAULT_SYSTEM, "reasoning once": REASONING_ONCE}
 # Of conversations with and without a system message: those whose every turn is written alike.
 PERMITS = {"headers", "no-system", "instruct", "default system"}
 

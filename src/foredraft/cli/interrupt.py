@@ -103,8 +103,8 @@ class Interrupt:
     """Context manager that handles SIGINT: the first signal cancels all requests of `llm`.
 
     The engine runs in a thread of its own, which no signal reaches. Other work calls `check` where nothing is
-    lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or PyTorch takes it for a file that
-    cannot be written. The second signal raises a KeyboardInterrupt all the same.
+    lost: raised anywhere, a KeyboardInterrupt is forgotten in a finaliser, or PyTorch takes it for a file
+    that cannot be written. The second signal raises a KeyboardInterrupt all the same.
     """
 
     def __init__(self, llm: LLM | None = None) -> None:

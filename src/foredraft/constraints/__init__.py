@@ -6,6 +6,7 @@ belongs to one sequence. What only some requests ask for is imported by the firs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ __all__ = ["ConstraintFactory"]
 class ConstraintFactory:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+        self._making = threading.Lock()  # cached properties have none since Python 3.12
         self._thinking_tokens = lru_cache(4)(self._make_thinking_tokens)
 
     @cached_property
@@ -61,10 +63,13 @@ class ConstraintFactory:
         ids, ends = params.allowed_token_ids, params.ends(self._ends)
         made: dict[str, Callable[[], Constraint]] = {}
         waits: ThinkingTokens | None = None
-        if params.ban:
-            made["ban"] = self.bans.maker(prompt, params, ends, show_special)
-        if params.text_grammar is not None:
-            made[params.text_grammar[0]] = self.grammars.maker(*params.text_grammar)
+        with self._making:
+            bans = self.bans if params.ban else None
+            grammars = None if params.text_grammar is None else self.grammars
+        if bans is not None:
+            made["ban"] = bans.maker(prompt, params, ends, show_special)
+        if params.text_grammar is not None and grammars is not None:
+            made[params.text_grammar[0]] = grammars.maker(*params.text_grammar)
             waits = None if thinking is None else self._thinking_tokens(thinking.markers)
         if ids is not None:
             mask = mask_of(ids, self._vocabulary)
