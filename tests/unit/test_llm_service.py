@@ -252,13 +252,6 @@ def own(tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def in_time(call: Any) -> None:
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "it hangs"
-
-
 def test_a_thread_that_is_stopped_twice_ends(own: LLM) -> None:
     stream = own.stream([5, 6], LONG)
     next(stream)
@@ -309,12 +302,23 @@ def test_a_defect_that_no_request_survives_reaches_all_their_callers(
     monkeypatch.setattr(engine_of(own), "step", broken)
     monkeypatch.setattr(engine_of(own), "fail_batch", broken)
     monkeypatch.setattr(Engine, "fail", broken)
-    for _ in range(2):
+    [thread] = [each for each in service._THREADS if each.engine is engine_of(own)]
+    gate, raised = threading.Event(), list[str]()
 
-        def call() -> None:
-            with pytest.raises(OSError, match="gone"):
-                own.generate([[6, 7], [5, 6], [7, 8]], PARAMS)
+    def call() -> None:
+        with pytest.raises(OSError, match="gone") as found:
+            own.generate([[6, 7], [5, 6]], PARAMS)
+        raised.append(str(found.value))
 
-        in_time(call)
+    thread._line.queue.put(gate.wait)
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    while thread._line.queue.qsize() < 2 + (not thread.alive):
+        time.sleep(0.001)
+    gate.set()
+    for caller in callers:
+        caller.join(60)
+    assert raised == ["the device is gone"] * 2
     assert not Service(own, print).alive
     monkeypatch.undo()

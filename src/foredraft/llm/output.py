@@ -164,7 +164,6 @@ class Request:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences  # in the order in which they start
         self.news = SimpleQueue[Any]()  # results, reports of progress to be called, or an error to be raised
-        self.submitted = False
         self.watch: object = None  # a reference to its owner; were that garbage, it would tell nothing
 
     @property

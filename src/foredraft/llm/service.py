@@ -127,7 +127,6 @@ class EngineThread:
         self.check_process()
         if self.closed:
             raise closed()
-        request.submitted = True
         if owner is not None:
             request.watch = watch = _Owner(owner, self._line.queue.put)
             watch.cancel = partial(self._each, request.sequences[::-1], self.engine.cancel)
@@ -161,9 +160,8 @@ class EngineThread:
 
     def cancel(self, request: Request) -> None:
         """End a request after the step that runs. It may be over, or never have been submitted."""
-        if request.submitted:
-            # last first: else the row of a cancelled sequence would pass to a waiting choice of its prompt
-            self.tell(self.engine.cancel, request.sequences[::-1])
+        # last first: otherwise the row of a cancelled sequence would pass to a waiting choice of its prompt
+        self.tell(self.engine.cancel, request.sequences[::-1])
 
     def tell(self, method: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
         """Call a method of the engine for each sequence after the step that runs; not in a forked process."""
