@@ -144,7 +144,7 @@ DEFECTS: dict[str, tuple[tuple[Edit, ...], str]] = {
     ),
     "an input that is not copied into a graph": (
         ((graphs.fill, stale),),
-        f"{OTHER_TEXT}|finite|out of range",
+        f"{OTHER_TEXT}|finite|out of (range|bounds)",
     ),
     "a mask made on the CPU": (
         ((attention.causal_masks, argument(1, lambda positions: positions.cpu())),),
