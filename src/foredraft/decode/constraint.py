@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -106,8 +107,12 @@ class Walks:
         self._constraints = list(constraints)
         self._lengths = [0 if constraint is None else constraint.length for constraint in constraints]
         self.narrow = any(constraint is not None and constraint.narrow for constraint in constraints)
-        self._everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
-        self._device = device
+        self._vocabulary, self._device = vocabulary, device
+
+    @cached_property
+    def _everything(self) -> Tensor:
+        """The mask [V] of a row that may draw any token; drafts by calls of a drafter need none."""
+        return torch.ones(self._vocabulary, dtype=torch.bool, device=self._device)
 
     def allowed(self) -> list[Tensor | None]:
         """Return which tokens each row may draw now, [B] of [V] bool on the CPU; None allows all."""
