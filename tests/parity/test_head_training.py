@@ -31,9 +31,9 @@ from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.train import head_students
 from foredraft.train.head_students import BlockStudent, Eagle3Student
-from foredraft.train.loop import TrainingRun, acceptance
-from foredraft.train.processes import Processes
+from foredraft.train.loop import Prepared, Trainee, TrainingRun, acceptance
 from foredraft.train.target import Batches, Document, FrozenTarget, Packed, PackedPass
+from foredraft.train.training_checkpoints import Processes
 from foredraft.train.training_options import DFlashOptions, Eagle3Options
 from tests.parity.test_heads import KEYS, V, model
 from tests.support import blocks, heads
@@ -70,10 +70,10 @@ def target() -> FrozenTarget:
 
 def learned(folder: Path, student: Any, options: Any) -> Step:
     """Return the loss of all documents, and the gradients, as a step of training has them."""
-    run = TrainingRun(
-        student, target(), Batches(DOCUMENTS, 64, 0), DOCUMENTS, 0.2, options, folder, "digest",
-        Processes(), lambda *_: None, lambda: True, lambda *_: None,
-    )  # fmt: skip
+    unread: Any = None
+    data = target(), Batches(DOCUMENTS, 64, 0), DOCUMENTS, 0
+    prepared = Prepared(unread, "", "", *data, folder, "digest", Processes())
+    run = TrainingRun(options, prepared, Trainee(student, 0.2, folder, unread), unread)
     loss = run._learn(0, COUNTED)[0].item() / COUNTED
     return loss, {name: value.grad for name, value in student.own.by_name.items() if value.grad is not None}
 

@@ -16,10 +16,9 @@ from torch import Tensor
 import foredraft
 from foredraft.cli import main
 from foredraft.doctor.teacher_forced import head_drafts, read_text
-from foredraft.drafters.eagle3 import load_eagle3
+from foredraft.drafters.eagle3 import Eagle3, load_eagle3
 from foredraft.drafters.heads import writing
 from foredraft.drafters.heads.configs import read_eagle3
-from foredraft.drafters.heads.gguf_files import read_head
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
 from foredraft.export import command
 from foredraft.export.command import export_head
@@ -66,7 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafts(target: Path, head: Path) -> dict[int, Tensor]:
     runner = Runner(load_decoder(target, dtype=torch.float32))
-    files = read_head(head)
+    files = Eagle3.read_files(head)
     spec = runner.decoder.spec
     record = read_settings(head).applied(files.record.for_target(spec, str(head)), spec)
     assert record.aux_layers is not None

@@ -20,7 +20,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.runner import compiled, shape_cache
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
-from foredraft.train.processes import dist, joined
+from foredraft.train.training_checkpoints import dist, joined
 from tests.support.panics import raising
 
 CUDA, GIB = torch.device("cuda"), 2**30

@@ -13,7 +13,7 @@ import torch
 
 import foredraft
 from foredraft.drafters.heads.configs import read_eagle
-from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.gguf_files import read_gguf
 from foredraft.drafters.heads.head_asset import is_eagle, is_eagle3_gguf, is_medusa
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
 from foredraft.drafters.medusa import read_medusa
@@ -201,7 +201,7 @@ def test_an_eagle_head_is_told_from_other_folders(target: Path, tmp_path: Path) 
 def test_a_gguf_head_is_told_from_a_model(target: Path, tmp_path: Path) -> None:
     keys = {"target_layers": None, "extract_layers": AUX}
     file = save_gguf_head(tmp_path / "head.gguf", "gguf", V, keys=keys)
-    assert is_eagle3_gguf(file) and read_head(file).record.aux_layers == tuple(AUX)
+    assert is_eagle3_gguf(file) and read_gguf(file).record.aux_layers == tuple(AUX)
     assert not is_eagle3_gguf(write_gguf(target, tmp_path / "model.gguf")) and not is_eagle3_gguf(target)
     llm = foredraft.load(target, draft=file, **LOAD)
     assert llm.default_drafter == "eagle3" and engine_of(llm).drafters["eagle3"].aux_layers == tuple(AUX)
@@ -215,7 +215,7 @@ def test_an_older_map_of_a_gguf_head_tells_what_it_holds(tmp_path: Path) -> None
     ids = np.array([0, 2, 3, 4, 8, 9], np.int64)
     for name, values in (("ids", ids), ("offsets", ids - np.arange(6))):
         edit = edited(d2t=None, d2t__weight=values)
-        record = read_head(save_gguf_head(tmp_path / f"{name}.gguf", "gguf", V, tensors=edit)).record
+        record = read_gguf(save_gguf_head(tmp_path / f"{name}.gguf", "gguf", V, tensors=edit)).record
         assert record.absolute_d2t is None and record.draft_vocab_size == 6
 
 

@@ -22,19 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.heads.gguf_files import read_block_head
+from foredraft.drafters.heads.configs import read_block
 from foredraft.drafters.heads.layers import (
     ATTENDED,
     HeadBuilder,
     HeadCache,
     HeadDrafter,
-    TimedPass,
     load_head,
 )
 from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
 from foredraft.drafters.states import WaitingStates, by_row
 from foredraft.model.attention import additive_mask, at_columns, attend, inject
-from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import Product, RMSNorm, soft_cap
 from foredraft.model.memory import upload
@@ -214,6 +213,21 @@ class BlockHead:
             masks[window] = additive_mask(visible, record.spec.groups_of(window), dtype)
         return masks
 
+    def timed_step(self, own: HeadCache, tokens: Tensor, starts: list[int]) -> Tensor:
+        raise NotImplementedError  # all slots of a block come of one pass
+
+    def timed_draft(self, own: HeadCache, inputs: DraftInputs) -> FusedDraft:
+        batch = len(inputs.starts)
+        before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.kv.device)
+        hidden = self.run(own, before, inputs.starts, [True] * batch)
+        count = min(self.record.drafts, max(inputs.lengths))
+        chain, tokens = Chain(self, hidden, count, before), list[Tensor]()
+        for _ in range(count):
+            before = chain.next(before).argmax(-1)
+            tokens.append(before)
+        drafted = torch.stack(tokens, 1)
+        return FusedDraft(drafted, torch.ones_like(drafted, dtype=torch.bool), None)
+
 
 def load_block(files: HeadFiles[BlockRecord], target: Runner) -> BlockHead:
     """Read the weights of a head, in the target's dtype."""
@@ -249,34 +263,15 @@ class Chain:
         return logits
 
 
-class BlockPass(TimedPass):
-    """Its first step runs the block."""
-
-    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft:
-        batch, record = len(inputs.starts), self.head.record
-        own = self.scratch_of(cache, record.spec)
-        with torch.inference_mode():
-            before = torch.tensor([tokens[-1] for tokens in inputs.tokens], device=own.kv.device)
-            hidden = self.head.run(own, before, inputs.starts, [True] * batch)
-            count = min(record.drafts, max(inputs.lengths))
-            chain, tokens = Chain(self.head, hidden, count, before), list[Tensor]()
-            for _ in range(count):
-                before = chain.next(before).argmax(-1)
-                tokens.append(before)
-            drafted = torch.stack(tokens, 1)
-            return FusedDraft(drafted, torch.ones_like(drafted, dtype=torch.bool), None)
-
-
 class BlockDrafter(HeadDrafter):
     """An autoregressive drafter over a block drafter's head and the target's states."""
 
     head: BlockHead
-    read_files, load = staticmethod(read_block_head), staticmethod(load_block)
+    read_folder, load = staticmethod(read_block), staticmethod(load_block)
 
     def __init__(self, target: Runner, cache: KVCache, head: BlockHead, planned: int | None = None) -> None:
         super().__init__(target, cache, head, planned)
         self.max_draft = self.longest_draft = head.record.drafts
-        self.draft_pass = BlockPass(target, head=head)
         self._chain: Chain | None = None  # of the draft that is being made
         self._expected = head.record.drafts  # tokens of the longest draft of the round
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +26,23 @@ from torch import Tensor
 
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.heads.configs import read_eagle
-from foredraft.drafters.heads.gguf_files import read_head
+from foredraft.drafters.heads.configs import read_eagle, read_eagle3
 from foredraft.drafters.heads.layers import (
     ATTENDED,
     HeadBuilder,
     HeadCache,
     HeadDrafter,
     PairNorm,
-    TimedPass,
     load_head,
 )
 from foredraft.drafters.heads.record import HeadFiles, HeadRecord
 from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, states_spec
 from foredraft.model.attention import ForwardContext, at_columns, attend
-from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
 from foredraft.model.memory import upload
-from foredraft.model.runner import DraftInputs, DraftVocab, Forward, FusedDraft, Runner
+from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Runner
 from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
 from foredraft.model.spec import ModelSpec, Plan
 
@@ -219,6 +217,19 @@ class Eagle3Head:
             return left
         return self.norm(left) if self.kernels is None else self.kernels.backend.normed(left.contiguous())
 
+    def timed_step(self, own: HeadCache, tokens: Tensor, starts: list[int]) -> Tensor:
+        states = own.kv.layer(0).new_zeros(len(starts), 1, self.record.spec.hidden_size)
+        left = self.run(own, tokens, states, [max(1, start) for start in starts], [1] * len(starts))
+        return self.logits(left[:, 0])
+
+    def timed_draft(self, own: HeadCache, inputs: DraftInputs) -> FusedDraft | None:
+        if self.kernels is None:
+            return None
+        read = sum(len(inputs.tokens[row]) for row in inputs.active)
+        states = own.kv.layer(0).new_zeros(read, self.record.spec.hidden_size)
+        inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
+        return self.kernels.draft(own, inputs, states)[0]
+
     def _context(
         self, own: HeadCache, width: int, starts: Seq[int], counts: Seq[int], first_row: int
     ) -> ForwardContext:
@@ -237,41 +248,16 @@ def load_eagle3(files: HeadFiles[HeadRecord], target: Runner) -> Eagle3Head:
     return head.by_kernels() if target.by_kernels else head
 
 
-class HeadPass(TimedPass):
-    """A draft step over pairs."""
-
-    head: Eagle3Head
-
-    def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
-        batch, spec = len(starts), self.head.record.spec
-        own = self.scratch_of(cache, spec, blocked=self.head.kernels is not None)
-        with torch.inference_mode():
-            states = torch.zeros(batch, 1, spec.hidden_size, dtype=own.kv.dtype, device=own.kv.device)
-            left = self.head.run(own, tokens, states, [max(1, s) for s in starts], [1] * batch)
-            return Forward(self.head.logits(left[:, 0])[:, None], left, {})
-
-    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
-        kernels = self.head.kernels
-        if kernels is None:
-            return None
-        own = self.scratch_of(cache, self.head.record.spec, blocked=True)
-        read = sum(len(inputs.tokens[row]) for row in inputs.active)
-        states = torch.zeros(read, self.head.record.spec.hidden_size, dtype=own.kv.dtype)
-        inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
-        return kernels.draft(own, inputs, states)[0]
-
-
 class Eagle3(HeadDrafter):
     """An autoregressive drafter over an EAGLE-3 head and the target's states."""
 
     name = "eagle3"
     head: Eagle3Head
-    read_files, load = staticmethod(read_head), staticmethod(load_eagle3)
+    read_folder, load = staticmethod(read_eagle3), staticmethod(load_eagle3)
 
     def __init__(self, target: Runner, cache: KVCache, head: Eagle3Head, planned: int | None = None) -> None:
         super().__init__(target, cache, head, planned, blocked=head.kernels is not None)
         self.states = self.own[1]
-        self.draft_pass = HeadPass(target, head=head)
         self._joined: dict[int, Sequence] = {}  # by sequence id
         self._stepped: dict[int, int] = {}  # sequence id -> positions in its row after the first step
         self._recurring: Tensor | None = None  # the states of the next pairs, [B, d]; None before a draft
@@ -394,4 +380,4 @@ class Eagle(Eagle3):
     """An autoregressive drafter over an EAGLE-1 or EAGLE-2 head and the target's last states."""
 
     name = "eagle"
-    read_files = staticmethod(read_eagle)
+    read_folder = staticmethod(read_eagle)

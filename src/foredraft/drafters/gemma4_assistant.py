@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import ASSISTANTS
+from foredraft.drafters.heads.layers import TimedPass
 from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.cache import CacheLayers, KVCache
@@ -28,7 +28,7 @@ from foredraft.model.config import DOWNLOAD_AGAIN, ConfigReader, read_json
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
 from foredraft.model.memory import upload
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Resume, Runner
+from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.spec import CONFIG, OUTSIDE, ModelSpec
 from foredraft.model.weights import build_decoder, build_linear, parameter_count
 
@@ -161,22 +161,12 @@ class Assistant:
             logits = self.centroids.logits(decoder, normed)[:, None]
         return Forward(logits, self.after(normed)[:, None], {})
 
-
-@dataclass(frozen=True, slots=True)
-class AssistantPass(DraftPass):
-    """The forward of a draft step from states that mean nothing, to be timed."""
-
-    assistant: Assistant = field(kw_only=True)
-
-    def __call__(
-        self, cache: CacheLayers, tokens: Tensor, starts: list[int], *, idle: Any = None, **more: Any
-    ) -> Forward:
-        target = self.assistant.target
+    def timed_step(self, cache: CacheLayers, tokens: Tensor, starts: list[int]) -> Tensor:
+        target = self.target
         states = torch.zeros(len(tokens), target.spec.hidden_size, dtype=target.dtype, device=target.device)
-        return self.assistant.step(cache, tokens, states, starts, idle)
-
-    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
-        return None
+        logits = self.step(cache, tokens, states, starts, None).logits
+        assert logits is not None
+        return logits[:, 0]
 
 
 class Gemma4Assistant(LastStateReader):
@@ -189,7 +179,7 @@ class Gemma4Assistant(LastStateReader):
         own = assistant.runner.decoder.spec
         assistant.runner.reserve_positions(cache.stored)
         self.assistant, self._norm = assistant, target.decoder.norm
-        self.draft_pass = AssistantPass(assistant.runner, assistant=assistant)
+        self.draft_pass = TimedPass(assistant.runner, name="assistant", step=assistant.timed_step)
         producing = producers(target.decoder.spec)
         self._layers = cache.chosen([producing[window is None] for window in own.windows])
         self.caches = (cache, self.states)

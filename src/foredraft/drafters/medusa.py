@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.head_asset import MEDUSA, refuse_pickles
-from foredraft.drafters.heads.layers import packed_product
+from foredraft.drafters.heads.layers import TimedPass, packed_product
 from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
 from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
 from foredraft.model.memory import upload
-from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
+from foredraft.model.runner import Runner
 from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
 from foredraft.model.spec import CONFIG, ModelSpec
 
@@ -220,30 +219,6 @@ def load_medusa(files: MedusaFiles, target: Runner) -> MedusaHeads:
         return MedusaHeads(decoder, tuple(head(names) for names in files.heads), ids)
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaPass(DraftPass):
-    """The forward of a draft step over states that mean nothing, to be timed."""
-
-    head: MedusaHeads = field(kw_only=True)
-
-    @property
-    def described(self) -> str:
-        first = self.head.heads[0]
-        return f"{len(first.blocks)} blocks and a head over {first.output.shape[0]} tokens"
-
-    def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
-        decoder = self.runner.decoder
-        with torch.inference_mode():
-            states = torch.zeros(
-                len(starts), decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device
-            )
-            logits = self.head.heads[0](self.head.entering(states))
-            return Forward(logits[:, None], states[:, None], {})
-
-    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
-        return None
-
-
 class Medusa(LastStateReader):
     """An autoregressive drafter over Medusa heads and the target's last hidden states."""
 
@@ -253,7 +228,11 @@ class Medusa(LastStateReader):
         super().__init__(target, cache)
         self.head = heads
         self.planned = self.max_draft = len(heads.heads)
-        self.draft_pass = MedusaPass(target, head=heads)
+        spec, first, like = target.decoder.spec, heads.heads[0], self.states.layer(0)
+        self.draft_pass = TimedPass(
+            target, name=f"{len(first.blocks)} blocks and a head over {first.output.shape[0]} tokens",
+            step=lambda _, __, starts: first(heads.entering(like.new_zeros(len(starts), spec.hidden_size))),
+        )  # fmt: skip
         self.vocabulary = map_of(heads.draft_vocab, target.decoder)
         self._reads: Tensor | None = None  # what the heads of this draft read, [B, D]; None before a draft
         self._drafts: list[bool] = []  # rows of this draft that have a state

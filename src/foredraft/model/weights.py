@@ -162,7 +162,7 @@ def expanded_bytes(
 
 
 def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
-    decoder = build_decoder(spec, _SizeCounter())
+    decoder = build_decoder(spec, SizeCounter())
     shapes = [product.shape for product in decoder.products]
     whole = [shape for shape in shapes if CodeFormat(bits).holds(shape[1])]
     return sum(coded_bytes(*shape, CodeFormat(bits)) for shape in whole)
@@ -174,7 +174,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
-    counter = _SizeCounter()
+    counter = SizeCounter()
     builder = _Builder(spec, counter)
     builder.layer(0, mlp=mlp)
     builder.norm(LAST_NORM)
@@ -424,7 +424,7 @@ def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
     return stored if order is None or stored.is_meta else stored[order.to(stored.device)]
 
 
-class _SizeCounter:
+class SizeCounter:
     """A source that notes shapes, counts the values kept, copies included, and allocates nothing."""
 
     def __init__(self, device: torch.device = META, dtype: torch.dtype = torch.float32) -> None:
@@ -452,7 +452,7 @@ def _counted(
     dtype: torch.dtype = torch.float32,
     native: bool = False,
     bits: int | None = None,
-) -> _SizeCounter:
-    counter = _SizeCounter(device, dtype)
+) -> SizeCounter:
+    counter = SizeCounter(device, dtype)
     build_decoder(spec, counter, native, bits)
     return counter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from foredraft.drafters.heads.configs import (
 )
 from foredraft.drafters.heads.head_asset import is_dflash, is_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, default_aux_layers, spread_aux_layers
-from foredraft.drafters.heads.settings import with_settings
+from foredraft.drafters.heads.settings import SETTINGS, with_settings
 from foredraft.drafters.heads.writing import (
     StoredHead,
     head_config,
@@ -33,10 +34,11 @@ from foredraft.drafters.heads.writing import (
 )
 from foredraft.errors import ConfigError
 from foredraft.model.checkpoint import Checkpoint
-from foredraft.model.spec import ModelSpec
+from foredraft.model.safetensors_file import SINGLE
+from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.train.head_students import BlockStudent, Eagle3Student
-from foredraft.train.preparation import Prepared, Trainee, check_out, checked_layers
-from foredraft.train.processes import holds_a_head
+from foredraft.train.loop import Prepared, Trainee
+from foredraft.train.preparation import check_out
 from foredraft.train.students import Student
 from foredraft.train.target import step_weights
 from foredraft.train.texts import frequent_tokens
@@ -45,7 +47,7 @@ from foredraft.train.training_options import DFlashOptions, Eagle3Options
 
 def check_eagle3(options: Eagle3Options, target: Checkpoint, hash: str) -> None:
     """Refuse layers that the target lacks, and a head that cannot go on, without reading weights."""
-    check_out(options.out, partial(holds_a_head, is_eagle3))
+    check_out(options.out, partial(_holds_a_head, is_eagle3))
     folder = options.from_head
     if folder is None:
         _layers(target.spec, options)
@@ -107,7 +109,7 @@ def _layers(target: ModelSpec, options: Eagle3Options) -> tuple[int, ...]:
     """Return the auxiliary layers that a new head reads."""
     aux_layers = options.taps or default_aux_layers(target.layers)
     # not 1: readers take a first number of 1 for a layer whose output is read, which is one layer further
-    return checked_layers(aux_layers, target, range(2, target.layers + 1), "the second at the earliest")
+    return _checked(aux_layers, target, range(2, target.layers + 1), "the second at the earliest")
 
 
 def _trainee(student: Student, own_weights: float, prepared: Prepared, place: Path, config: Any) -> Trainee:
@@ -122,7 +124,7 @@ def _weights(student: Eagle3Student | BlockStudent) -> int:
 
 
 def check_dflash(options: DFlashOptions, target: Checkpoint, hash: str) -> None:
-    check_out(options.out, partial(holds_a_head, is_dflash))
+    check_out(options.out, partial(_holds_a_head, is_dflash))
     if options.block > MOST_SLOTS:
         raise ConfigError(option="block", value=options.block, remedy=f"give {MOST_SLOTS} or less")
     _dflash_layers(target.spec, options)
@@ -156,4 +158,20 @@ def _dflash_layers(target: ModelSpec, options: DFlashOptions) -> tuple[int, ...]
     """Return the auxiliary layers that the head reads."""
     aux_layers = options.taps or spread_aux_layers(target.layers, options.layers)
     # not the last: readers take the state after it for the normed one
-    return checked_layers(aux_layers, target, range(1, target.layers), "but not after the last")
+    return _checked(aux_layers, target, range(1, target.layers), "but not after the last")
+
+
+def _checked(layers: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
+    """Return the auxiliary layers that a head reads."""
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(allowed):
+        raise ConfigError(
+            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
+            f" order, {where}",
+            option="taps", value=",".join(map(str, layers)), remedy="give others, such as 2,4,6",
+        )  # fmt: skip
+    return layers
+
+
+def _holds_a_head(is_kind: Callable[[Path], bool], folder: Path) -> bool:
+    """Return whether a folder holds a head of a kind, and nothing besides."""
+    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE, SETTINGS}

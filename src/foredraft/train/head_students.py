@@ -31,23 +31,13 @@ from foredraft.drafters.heads.writing import maps_of
 from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import Linear, RMSNorm
-from foredraft.train.students import CHUNK, Accept, Compare, Parameters, Student, by_chunks
+from foredraft.train.students import Drafts, DraftStep, Parameters, Student
 from foredraft.train.target import Packed, PackedPass, rotated
-
-
-class DraftStep(NamedTuple):
-    """One step of some drafts."""
-
-    number: int
-    left: Tensor  # the states that give its logits, [A, d]
-    anchors: Tensor  # the prediction that each draft begins with, [A], among the M that count
-    reached: Tensor  # the prediction that this step makes, [A], among the same
 
 
 class HeadStudent(Student):
     """Base class of a head over the target's states; its embedding is the target's."""
 
-    stride = 1  # columns that an anchor stands for in training
     reread: tuple[str, ...] = ()  # the parameters that give logits of the states that a step leaves
 
     def __init__(
@@ -85,55 +75,21 @@ class HeadStudent(Student):
         """Return the head over the parameters as they are now."""
         raise NotImplementedError
 
+    def drafts(self, packed: Packed, states: Tensor | None, steps: int, *, sampled: bool) -> Drafts:
+        assert states is not None
+        head = self.head()
+        drafted = self.drafted(head, packed, states, steps, sampled=sampled)
+        return Drafts(head.logits, [self.own.by_name[name] for name in self.reread], drafted)
+
     def drafted(
         self, head: Any, packed: Packed, states: Tensor, steps: int, *, sampled: bool
     ) -> Iterator[DraftStep]:
         """Yield each step of all drafts, or of a sample of them."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        packed: Packed,
-        states: Tensor | None,
-        compare: Compare | None = None,
-        accept: Accept | None = None,
-    ) -> Tensor:
-        """Return what `Student.forward` does; logits and the figure of `compare` are those of step 0.
-
-        The loss of step k counts `decay`^k. A column without a column before it has logits of 0, and is never
-        accepted.
-        """
-        assert states is not None
-        head, device, count = self.head(), packed.tokens.device, len(packed.predicting)
-        sums, everywhere = torch.zeros(2, device=device), torch.zeros(count, 0, device=device)
-        accepted = torch.zeros(count, self.steps, 2, dtype=torch.float64, device=device)
-        parameters = [self.own.by_name[name] for name in self.reread]
-        steps = 1 if compare is None and accept is None else self.steps
-        drafted = self.drafted(head, packed, states, steps, sampled=compare is not None)
-        for number, left, anchors, reached in drafted:
-            if compare is not None:
-
-                def compared(part: Tensor, rows: slice, reached: Tensor = reached) -> Tensor:
-                    return compare(head.logits(part), reached[rows])
-
-                weights = torch.tensor([self.decay**number, float(number == 0)], device=device)
-                sums = sums + by_chunks(compared, left, parameters) * (weights * self.stride)
-            elif accept is None:
-                logits = head.logits(left)
-                everywhere = everywhere if everywhere.shape[1] else logits.new_zeros(count, logits.shape[1])
-                everywhere = everywhere.index_put((anchors,), logits)
-            elif len(left):
-                parts = zip(torch.split(left, CHUNK), torch.split(reached, CHUNK), strict=True)
-                found = torch.cat([accept(head.logits(part), rows) for part, rows in parts])
-                accepted[anchors, number] = found
-        return sums if compare is not None else everywhere if accept is None else accepted
-
     def tensors(self) -> dict[str, Tensor]:
         own = self.own.by_name
         return own if self.vocabulary is None else {**own, **maps_of(self.vocabulary, self.record)}
-
-    def shards(self) -> list[torch.nn.Module]:
-        return []
 
 
 def by_head(heads: int, count: int) -> Callable[[Tensor], Tensor]:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigError
-from foredraft.train.processes import Processes
+from foredraft.files import errors_named
+from foredraft.model.checkpoint import Checkpoint
 from foredraft.train.students import Rows, Student, mixture, overlap
 from foredraft.train.target import Batches, Document, FrozenTarget, KeptStates, Packed
-from foredraft.train.training_checkpoints import Journal, TrainingCheckpoints, TrainingProgress
+from foredraft.train.training_checkpoints import Journal, Processes, TrainingCheckpoints, TrainingProgress
 from foredraft.train.training_options import TrainOptions, parse_loss
 from foredraft.tune.teacher_forced import ExpectedRounds, Floats
 
@@ -124,43 +125,56 @@ FIGURES = ("alpha", "tau", "predicted", "agreement", "max_draft")  # of a valida
 OnProgress = Callable[[str, int, int, str], None]  # stage, done, total, note
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run starts from."""
+
+    checkpoint: Checkpoint  # the target's, not loaded
+    hash: str  # the target's hash
+    name: str  # the target's name, for display
+    target: FrozenTarget  # the target
+    batches: Batches  # the data
+    held_out: list[Document]  # documents of the validation
+    skipped: int  # bad lines that were left out
+    folder: Path  # of checkpoints and logs
+    digest: str  # of what makes it the same run
+    processes: Processes  # those that train together
+
+
+class Trainee(NamedTuple):
+    """A student before its first step."""
+
+    student: Student  # what learns
+    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
+    place: Path  # folder to write
+    write: Callable[[Validation, TrainingProgress, Mapping[str, Tensor]], None]  # writes the tensors
+
+
 class TrainingRun:
     """One training run."""
 
-    student: Student  # what learns
-    target: FrozenTarget  # what it learns from
-    batches: Batches  # the data
-    held_out: Sequence[Document]  # documents of the validation
-    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
-    options: TrainOptions  # the options
-    folder: Path  # of checkpoints and logs
-    digest: str  # of what makes it the same run (`preparation.RunKey`)
-    processes: Processes  # those that train together
-    keep: Callable[[Validation, TrainingProgress], None]  # writes the best student so far
-    kept: Callable[[], bool]  # returns whether what `keep` wrote is still there
-    report: OnProgress  # told how far the run is
-
-    def __post_init__(self) -> None:
-        options, device = self.options, self.target.decoder.device
-        self._device, self._loss = device, mixture(parse_loss(options.loss))
+    def __init__(
+        self, options: TrainOptions, prepared: Prepared, trainee: Trainee, report: OnProgress
+    ) -> None:
+        self.options, self.prepared, self.trainee, self.report = options, prepared, trainee, report
+        self.student, self.target, self.batches = trainee.student, prepared.target, prepared.batches
+        self.processes, self._loss = prepared.processes, mixture(parse_loss(options.loss))
         self.processes.shard(self.student)
         decayed = [value for value in self.student.parameters() if value.dim() > 1]
         others = [value for value in self.student.parameters() if value.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": options.weight_decay}]
         groups.append({"params": others})
         self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS, weight_decay=0.0)
-        most_bytes, aux_layers = int(options.kept_states * GIB), self.student.aux_layers
-        self._kept = KeptStates(self.target, aux_layers, self.folder / "states", most_bytes)
-        self._checkpoints = TrainingCheckpoints(self.folder / "checkpoints", self.processes, self.digest)
-        tokens = self.batches.tokens
-        self._groups = max(self.processes.count, round(options.step_tokens / tokens))
+        folder, most_bytes = prepared.folder, int(options.kept_states * GIB)
+        self._kept = KeptStates(self.target, self.student.aux_layers, folder / "states", most_bytes)
+        self._checkpoints = TrainingCheckpoints(folder / "checkpoints", self.processes, prepared.digest)
+        self._groups = max(self.processes.count, round(options.step_tokens / self.batches.tokens))
         self._groups -= self._groups % self.processes.count
 
     def train(self) -> TrainingProgress:
         """Train to the last step, or until the validation gets no better; return how far it came."""
         progress = self._checkpoints.restore(self.student, self._optimizer) or TrainingProgress()
-        journal = Journal(self.folder, progress.step) if self.processes.first else None
+        journal = Journal(self.prepared.folder, progress.step) if self.processes.first else None
         try:
             while progress.step < self.options.steps and not progress.finished:
                 self._step(progress, journal)
@@ -170,8 +184,8 @@ class TrainingRun:
         finally:
             if journal is not None:
                 journal.close()
-        if not self.kept():  # a run that had ended before, and whose drafter was removed since
-            self.keep(self.validate(), progress)
+        if not self.trainee.place.exists():  # a run that had ended, whose drafter was removed since
+            self._keep(self.validate(), progress)
         return progress
 
     def _step(self, progress: TrainingProgress, journal: Journal | None) -> None:
@@ -183,7 +197,7 @@ class TrainingRun:
         rate = options.learning_rate * _schedule(progress.step, options.warm_up, options.steps)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = rate
-        sums = torch.zeros(2, device=self._device)  # of the loss, and of Σ min(p, q)
+        sums = torch.zeros(2, device=self.target.decoder.device)  # of the loss, and of Σ min(p, q)
         for group in groups[self.processes.rank :: self.processes.count]:
             sums += self._learn(group, counted)
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), options.clip)
@@ -206,7 +220,7 @@ class TrainingRun:
 
     def _learn(self, group: int, counted: int) -> Tensor:
         """Add the gradients of one group; return its sums of the loss and of the overlap, [2]."""
-        packed = Packed.of(self.batches.documents_of(group), self._device)
+        packed = Packed.of(self.batches.documents_of(group), self.target.decoder.device)
         states = self._kept.states(group, packed)
 
         # steps that make the same predictions share p; without them it is made chunk by chunk
@@ -234,7 +248,7 @@ class TrainingRun:
         progress.worse += 1
         if found.predicted > progress.best:
             progress.best, progress.worse = found.predicted, 0
-            self.keep(found, progress)
+            self._keep(found, progress)
         patience = self.options.patience
         progress.finished = 0 < patience <= progress.worse
         if journal is not None:
@@ -243,13 +257,22 @@ class TrainingRun:
             note = f"α {found.alpha:.3f}, τ {found.tau:.2f}, predicted {found.predicted:.2f} x"
             self.report("validate", progress.step, self.options.steps, note)
 
+    def _keep(self, validation: Validation, progress: TrainingProgress) -> None:
+        """Write the student, which is the best so far."""
+        tensors, dtype = self.processes.whole(self.student.tensors()), self.prepared.checkpoint.dtype
+        if self.processes.first:
+            halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+            with errors_named(self.trainee.place, "out", "give a folder that can be"):
+                self.trainee.write(validation, progress, halves)
+        self.processes.wait()
+
     def validate(self) -> Validation:
         """Return how the student drafts on the held-out documents; every process computes all of it."""
-        groups = Batches(self.held_out, self.batches.tokens, 0)
+        groups = Batches(self.prepared.held_out, self.batches.tokens, 0)
         documents = [groups.documents_of(group) for group in range(len(groups))]
         with torch.no_grad(), self.target.autocast():
             found = acceptance(self.student, self.target, documents, self.options.temperature)
-        return summarise(*found, self.cost)
+        return summarise(*found, self.trainee.cost)
 
 
 def _schedule(step: int, warm_up: int, steps: int) -> float:

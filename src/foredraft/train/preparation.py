@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from foredraft import demo
 from foredraft.decode.params import SamplingParams
@@ -29,14 +28,11 @@ from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
 from foredraft.loading.runners import check_dtype, find_device
 from foredraft.model.checkpoint import Checkpoint
-from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import GIVE_TOKENIZER
-from foredraft.train.loop import OnProgress, Validation
-from foredraft.train.processes import Processes
-from foredraft.train.students import Student
+from foredraft.train.loop import OnProgress, Prepared
 from foredraft.train.target import Batches, Document, FrozenTarget, hold_out
 from foredraft.train.texts import DocumentReader
-from foredraft.train.training_checkpoints import MAKE_ROOM, TrainingProgress, broken_line, whole_lines
+from foredraft.train.training_checkpoints import MAKE_ROOM, Processes, broken_line, whole_lines
 from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
@@ -60,31 +56,6 @@ class Asked:
     load: Mapping[str, Any]  # options of `load`
     processes: Processes  # those that train together
     report: OnProgress  # told how far the run is
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a run starts from."""
-
-    checkpoint: Checkpoint  # the target's, not loaded
-    hash: str  # the target's hash
-    name: str  # the target's name, for display
-    target: FrozenTarget  # the target
-    batches: Batches  # the data
-    held_out: list[Document]  # documents of the validation
-    skipped: int  # bad lines that were left out
-    folder: Path  # of checkpoints and logs
-    digest: str  # of what makes it the same run
-    processes: Processes  # those that train together
-
-
-class Trainee(NamedTuple):
-    """A student before its first step."""
-
-    student: Student  # what learns
-    cost: float  # c, of a draft step by the student, in plain steps; by the bytes that both read
-    place: Path  # folder to write
-    write: Callable[[Validation, TrainingProgress, Mapping[str, Tensor]], None]  # writes the tensors
 
 
 def prepare(asked: Asked, check: Callable[[Any, Checkpoint, str], object]) -> Prepared:
@@ -196,13 +167,11 @@ def _write(asked: Asked, file: Path, prompts: Sequence[list[int]], done: int, ne
             asked.report("self-generate", min(first + ROWS, len(prompts)), len(prompts), "")
 
 
-@dataclass(frozen=True, slots=True)
-class RunKey:
+class RunKey(NamedTuple):
     """What makes a run itself: the target, its files' content, and the options that decide its figures."""
 
-    target: str  # the target's hash
-    files: Mapping[str, str]  # the digest of each file
-    settings: Mapping[str, Any]  # the options by name
+    text: str  # all of it as JSON, which no other run has
+    digest: str  # of what checkpoints of one run share: all but where it is to end
 
     @classmethod
     def of(cls, options: TrainOptions, target: str) -> RunKey:
@@ -213,21 +182,11 @@ class RunKey:
             parts = [file for file in sorted(head.glob("*.*")) if file.suffix in (".json", ".safetensors")]
             files |= {str(file): _digest(file, "from_head") for file in parts}
             settings["head_settings"] = read_settings(head).given  # they may lie elsewhere
-        return cls(target, files, settings)
-
-    @property
-    def text(self) -> str:
-        """All of it as JSON, which no other run has."""
-        return self._as_json(self.settings)
-
-    @property
-    def digest(self) -> str:
-        """The digest of what checkpoints of one run share: all but where it is to end."""
-        lasting = {name: value for name, value in self.settings.items() if name != "steps"}
-        return hashlib.sha256(self._as_json(lasting).encode()).hexdigest()
-
-    def _as_json(self, settings: Mapping[str, Any]) -> str:
-        return json.dumps([self.target, self.files, settings], sort_keys=True, default=str)
+        lasting = {name: value for name, value in settings.items() if name != "steps"}
+        text, same = (
+            json.dumps([target, files, each], sort_keys=True, default=str) for each in (settings, lasting)
+        )
+        return cls(text, hashlib.sha256(same.encode()).hexdigest())
 
 
 def _work(options: TrainOptions, key: RunKey, processes: Processes) -> Path:
@@ -274,17 +233,6 @@ def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
             return
     problem = "which holds other files" if place.is_dir() else "which is no folder"
     raise ConfigError(problem, option="out", value=str(place), remedy="give a new folder")
-
-
-def checked_layers(layers: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
-    """Return the auxiliary layers that a head reads."""
-    if list(layers) != sorted(set(layers)) or not set(layers) <= set(allowed):
-        raise ConfigError(
-            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
-            f" order, {where}",
-            option="taps", value=",".join(map(str, layers)), remedy="give others, such as 2,4,6",
-        )  # fmt: skip
-    return layers
 
 
 def _digest(file: Path, option: str) -> str:

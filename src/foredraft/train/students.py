@@ -18,8 +18,8 @@ A mixture is a sum with weights. A reduced head's sums run over its tokens, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Linear, Norm
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import EMBEDDING, HEAD, POSITIONS
-from foredraft.model.weights import TensorSource, build_layer, build_norm
+from foredraft.model.weights import SizeCounter, TensorSource, build_layer, build_norm
 from foredraft.train.target import Packed, PackedPass
 
 CHUNK = 256  # positions: few enough for a processor's caches, and enough that products are efficient
@@ -134,11 +134,11 @@ class Parameters(nn.Module):
         super().__init__()
         self.device, self.dtype = device, torch.float32
         for name, shape in shapes.items():
-            self.register_parameter(_own(name), nn.Parameter(torch.empty(shape, device=device)))
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.empty(shape, device=device)))
 
     def load(self, shapes: Shapes) -> Tensor:
         """Return the joined parameters; part of `model.weights.TensorSource`."""
-        found = [getattr(self, _own(name)) for name in shapes]
+        found = [getattr(self, name.replace(".", "/")) for name in shapes]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     load_temporary = load
@@ -169,36 +169,13 @@ class Parameters(nn.Module):
             value.copy_(tensors[name])
 
 
-def _own(name: str) -> str:
-    return name.replace(".", "/")
-
-
-class ShapeRecorder:
-    """A source that notes what is asked of it."""
-
-    device, dtype = torch.device("meta"), torch.float32
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def load(self, shapes: Shapes) -> Tensor:
-        self.shapes |= shapes
-        rows = sum(shape[0] for shape in shapes.values())
-        return torch.empty(rows, *next(iter(shapes.values()))[1:], device="meta")
-
-    load_temporary = load
-
-    def free_temporary(self) -> None:
-        return None
-
-
 class TrainedPart(Parameters, Generic[Part]):
     """A part of a model, which `build` makes of a source of tensors."""
 
     def __init__(self, build: Callable[[TensorSource], Part], device: torch.device) -> None:
-        recorder = ShapeRecorder()
-        build(recorder)
-        super().__init__(recorder.shapes, device)
+        counter = SizeCounter()
+        build(counter)
+        super().__init__(counter.shapes, device)
         self._build = build
 
     def made(self) -> Part:
@@ -227,12 +204,35 @@ def trained_norm(spec: ModelSpec, device: torch.device) -> TrainedPart[Norm]:
 Accept = Callable[[Tensor, Rows], Tensor]
 
 
+class DraftStep(NamedTuple):
+    """One step of some drafts."""
+
+    number: int
+    left: Tensor  # the states that give its logits, [A, d]
+    anchors: Tensor  # the prediction that each draft begins with, [A], among the M that count
+    reached: Tensor  # the prediction that this step makes, [A], among the same
+
+
+class Drafts(NamedTuple):
+    """Drafts of a student, which begin at all predictions or at a sample of them."""
+
+    logits: Callable[[Tensor], Tensor]  # of the states that a step leaves
+    parameters: Sequence[Tensor]  # that these are computed with
+    steps: Iterator[DraftStep]
+
+
 class Student(nn.Module):
     """Base class of what is trained."""
 
     aux_layers: tuple[int, ...] = ()  # the depths at which it reads the target's states; none: tokens alone
     steps: int = 1  # tokens of a draft that are learned at every position
+    decay: float = 1.0  # weight of each of them against the one before
+    stride: int = 1  # columns that an anchor stands for in training
     vocabulary: Tensor | None = None  # the token ids that it has logits for, [n] int64; None is all
+
+    def drafts(self, packed: Packed, states: Tensor | None, steps: int, *, sampled: bool) -> Drafts:
+        """Return drafts of so many steps; `states` are [N, layers * hidden]."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -241,16 +241,41 @@ class Student(nn.Module):
         compare: Compare | None = None,
         accept: Accept | None = None,
     ) -> Tensor:
-        """Return the logits, or what comparing them gives; `states` are [N, layers * hidden]."""
-        raise NotImplementedError
+        """Return the logits, or what comparing them gives: those of step 0, as the figure of `compare`.
+
+        The loss of step k counts `decay`^k. A column without a column before it has logits of 0, and is never
+        accepted.
+        """
+        device, count = packed.tokens.device, len(packed.predicting)
+        sums, everywhere = torch.zeros(2, device=device), torch.zeros(count, 0, device=device)
+        accepted = torch.zeros(count, self.steps, 2, dtype=torch.float64, device=device)
+        steps = 1 if compare is None and accept is None else self.steps
+        logits_of, parameters, drafted = self.drafts(packed, states, steps, sampled=compare is not None)
+        for number, left, anchors, reached in drafted:
+            if compare is not None:
+
+                def compared(part: Tensor, rows: slice, reached: Tensor = reached) -> Tensor:
+                    return compare(logits_of(part), reached[rows])
+
+                weights = torch.tensor([self.decay**number, float(number == 0)], device=device)
+                sums = sums + by_chunks(compared, left, parameters) * (weights * self.stride)
+            elif accept is None:
+                logits = logits_of(left)
+                everywhere = everywhere if everywhere.shape[1] else logits.new_zeros(count, logits.shape[1])
+                everywhere = everywhere.index_put((anchors,), logits)
+            elif len(left):
+                parts = zip(torch.split(left, CHUNK), torch.split(reached, CHUNK), strict=True)
+                found = torch.cat([accept(logits_of(part), rows) for part, rows in parts])
+                accepted[anchors, number] = found
+        return sums if compare is not None else everywhere if accept is None else accepted
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is written, by the names of a checkpoint, in float32."""
         raise NotImplementedError
 
-    def shards(self) -> list[nn.Module]:
+    def shards(self) -> Iterable[nn.Module]:
         """Return the parts that `fully_shard` gathers one at a time."""
-        raise NotImplementedError
+        return ()
 
 
 class AdapterStudent(Student):
@@ -280,23 +305,16 @@ class AdapterStudent(Student):
         for part in (self.layer, self.norm):
             part.fill(start)
 
-    def forward(
-        self,
-        packed: Packed,
-        states: Tensor | None,
-        compare: Compare | None = None,
-        accept: Accept | None = None,
-    ) -> Tensor:
+    def drafts(self, packed: Packed, states: Tensor | None, steps: int, *, sampled: bool) -> Drafts:
         assert states is not None
         x = self.layer(states, PackedPass(self.spec, packed, states.dtype))
-        ends = self.head, self.bias
-        return _predicted(self.spec, self.norm, ends, x[packed.predicting], compare, accept)
+        return _drafts(self.spec, self.norm, self.head, self.bias, x[packed.predicting])
 
     def tensors(self) -> dict[str, Tensor]:
         own = {} if self.vocabulary is None else {VOCABULARY: self.vocabulary}
         return {**self.layer.by_name, **self.norm.by_name, **own}
 
-    def shards(self) -> list[nn.Module]:
+    def shards(self) -> Iterable[nn.Module]:
         return [self.layer]
 
 
@@ -329,13 +347,7 @@ class DraftStudent(Student):
             if start is not None:
                 part.fill(start)
 
-    def forward(
-        self,
-        packed: Packed,
-        states: Tensor | None,
-        compare: Compare | None = None,
-        accept: Accept | None = None,
-    ) -> Tensor:
+    def drafts(self, packed: Packed, states: Tensor | None, steps: int, *, sampled: bool) -> Drafts:
         ends = self.ends.by_name
         embedding = ends[f"{EMBEDDING}.weight"]
         x = nn.functional.embedding(packed.tokens, embedding)
@@ -347,33 +359,27 @@ class DraftStudent(Student):
         pass_ = PackedPass(self.spec, packed, x.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, pass_, use_reentrant=False) if self.checkpointed else layer(x, pass_)
-        head = ends.get(f"{HEAD}.weight", embedding), ends.get(f"{HEAD}.bias")
-        return _predicted(self.spec, self.norm, head, x[packed.predicting], compare, accept)
+        head, bias = ends.get(f"{HEAD}.weight", embedding), ends.get(f"{HEAD}.bias")
+        return _drafts(self.spec, self.norm, head, bias, x[packed.predicting])
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for part in self._parts() for name, value in part.by_name.items()}
 
-    def shards(self) -> list[nn.Module]:
-        return list(self.layers)
+    def shards(self) -> Iterable[nn.Module]:
+        return self.layers
 
     def _parts(self) -> list[Parameters]:
         layers = [layer for layer in self.layers if isinstance(layer, Parameters)]
         return [self.ends, *layers, self.norm]
 
 
-def _predicted(
-    spec: ModelSpec,
-    norm: TrainedPart[Norm],
-    ends: tuple[Tensor, Tensor | None],  # the head's weight and its bias
-    x: Tensor,
-    compare: Compare | None,
-    accept: Accept | None,
-) -> Tensor:
-    """Return what `Student.forward` does, of states [M, hidden] that leave the last layer."""
-    head, bias = ends
-    logits_of = Decoder(spec, head, (), norm.made(), Linear(head, bias)).head
-    if compare is not None:
-        parameters = [*norm.parameters(), head, *([] if bias is None else [bias])]
-        return by_chunks(lambda part, rows: compare(logits_of(part), rows), x, parameters)
-    logits = logits_of(x)
-    return logits if accept is None else accept(logits, slice(None))[:, None]
+def _drafts(
+    spec: ModelSpec, norm: TrainedPart[Norm], head: Tensor, bias: Tensor | None, left: Tensor
+) -> Drafts:
+    """Return drafts of one step from the states that leave the last layer."""
+    places = torch.arange(len(left), device=left.device)
+    return Drafts(
+        Decoder(spec, head, (), norm.made(), Linear(head, bias)).head,
+        [*norm.parameters(), head, *([] if bias is None else [bias])],
+        iter([DraftStep(0, left, places, places)]),
+    )

@@ -6,7 +6,6 @@ The draft model is a Hugging Face checkpoint.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 import foredraft
 from foredraft.drafters.asset import WITH_MLP
+from foredraft.drafters.heads.writing import write_head
 from foredraft.drafters.kangaroo import CONFIG as ADAPTER_CONFIG
 from foredraft.drafters.kangaroo import WEIGHTS as ADAPTER_WEIGHTS
 from foredraft.drafters.kangaroo import AdapterConfig, adapter_place, read_adapter, write_adapter
 from foredraft.errors import CheckpointError, ConfigError, Option
-from foredraft.files import errors_named, replacing_folder
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import read_json
 from foredraft.model.families import FAMILIES
@@ -36,13 +34,12 @@ from foredraft.model.tensor_names import LAST_NORM, LAYERS, written
 from foredraft.model.weights import layer_parameters, layer_tensors, read_tensors
 from foredraft.model.wrappers import text_config_of
 from foredraft.train.head_run import begin_dflash, begin_eagle3, check_dflash, check_eagle3
-from foredraft.train.loop import OnProgress, TrainingRun, Validation
-from foredraft.train.preparation import Asked, Prepared, Trainee, check_out, prepare
-from foredraft.train.processes import joined
+from foredraft.train.loop import OnProgress, Prepared, Trainee, TrainingRun, Validation
+from foredraft.train.preparation import Asked, check_out, prepare
 from foredraft.train.students import AdapterStudent, DraftStudent, overlap
 from foredraft.train.target import Batches, Packed, step_weights
 from foredraft.train.texts import frequent_tokens
-from foredraft.train.training_checkpoints import TrainingProgress
+from foredraft.train.training_checkpoints import TrainingProgress, joined
 from foredraft.train.training_options import (
     AdapterOptions,
     DFlashOptions,
@@ -87,22 +84,10 @@ def train(
     check, begin = STEPS[type(options)]
     with joined(load.get("device")) as processes:
         prepared = prepare(Asked(options, model, load, processes, report), check)
-        student, cost, place, write = begin(options, prepared)
-
-        def keep(validation: Validation, progress: TrainingProgress) -> None:
-            tensors, dtype = processes.whole(student.tensors()), prepared.checkpoint.dtype
-            if processes.first:
-                halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-                with errors_named(place, "out", "give a folder that can be"):
-                    write(validation, progress, halves)
-            processes.wait()
-
-        progress = TrainingRun(
-            student, prepared.target, prepared.batches, prepared.held_out, cost, options, prepared.folder,
-            prepared.digest, processes, keep, place.exists, report,
-        ).train()  # fmt: skip
+        trainee = begin(options, prepared)
+        progress = TrainingRun(options, prepared, trainee, report).train()
         return Result(
-            out=str(place), work=str(prepared.folder), steps=progress.step, tokens=progress.tokens,
+            out=str(trainee.place), work=str(prepared.folder), steps=progress.step, tokens=progress.tokens,
             seconds=progress.seconds, documents=len(prepared.batches.documents),
             held_out=len(prepared.held_out), skipped=prepared.skipped, predicted=progress.best,
             stopped_early=progress.finished,
@@ -228,9 +213,12 @@ def begin_draft(options: DraftOptions, prepared: Prepared) -> Trainee:
         checkpointed=options.checkpointed,
     )  # fmt: skip
     cost = step_weights(spec) / step_weights(target.spec)
-    return Trainee(
-        student, cost, options.out, lambda _, __, tensors: _write(options.out, source, config, tensors)
-    )
+
+    def write(_: Validation, __: TrainingProgress, tensors: Mapping[str, Tensor]) -> None:
+        own = written(spec.naming, tensors)
+        write_head(options.out, config, own, lambda new: source.write_others(new, SHARED))
+
+    return Trainee(student, cost, options.out, write)
 
 
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
@@ -285,19 +273,6 @@ def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
     if not all(name in (CONFIG, SINGLE) or name.startswith(SHARED) for name in names):
         return False
     return CONFIG in names and read_json(folder / CONFIG) == dict(config)
-
-
-def _write(
-    place: Path, target: ModelSource, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """Write the checkpoint whole or not at all; an existing one is replaced."""
-    place.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with replacing_folder(place) as new:
-        stored = written(ModelSpec.from_hf(config).naming, tensors)
-        whole = {name: tensor.contiguous() for name, tensor in stored.items()}
-        (new / SINGLE).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
-        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        target.write_others(new, SHARED)
 
 
 # what each kind of training does before the target is loaded, and after

@@ -178,8 +178,8 @@ def _proposal(read: ConfigReader) -> tuple[str | None, int | None]:
     return name if named else None, count if type(count) is int and count > 0 else None
 
 
-def read_eagle(place: Path) -> HeadFiles[HeadRecord]:
-    return _read(place, lambda config, headers: _eagle(place, config, headers))
+def read_eagle(folder: Path) -> HeadFiles[HeadRecord]:
+    return _read(folder, lambda config, headers: _eagle(folder, config, headers))
 
 
 def _eagle(place: Path, config: Mapping[str, Any], headers: Headers) -> HeadRecord:

@@ -27,8 +27,6 @@ from foredraft.drafters.heads.configs import (
     dflash_2,
     eagle3_record,
     layers_of,
-    read_block,
-    read_eagle3,
 )
 from foredraft.drafters.heads.head_asset import BIAS
 from foredraft.drafters.heads.record import (
@@ -47,6 +45,7 @@ from foredraft.drafters.heads.record import (
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Shapes, joined_shape
 from foredraft.model.config import ConfigReader
+from foredraft.model.gguf.file import architecture_of
 from foredraft.model.gguf.gguf_config import EPSILONS, MetadataReader
 from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, row_order, stored_values
 from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat
@@ -110,14 +109,11 @@ DFLASH = HeadFormat(
 )
 
 
-def read_head(place: Path) -> HeadFiles[HeadRecord]:
-    """Return the EAGLE-3 head in a folder or in a GGUF file."""
-    return read_eagle3(place) if place.is_dir() else EAGLE3.read(place, _eagle3)
-
-
-def read_block_head(place: Path) -> HeadFiles[BlockRecord]:
-    """Return the head of a block drafter in a folder or in a GGUF file."""
-    return read_block(place) if place.is_dir() else DFLASH.read(place, _block)
+def read_gguf(file: Path) -> HeadFiles[Any]:
+    """Return the head in a file."""
+    if architecture_of(file) == EAGLE3.architecture:
+        return EAGLE3.read(file, _eagle3)
+    return DFLASH.read(file, _block)
 
 
 def _eagle3(read: MetadataReader) -> HeadRecord:

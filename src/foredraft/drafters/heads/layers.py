@@ -37,7 +37,7 @@ from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner import Runner
+from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
 from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.native import fits, is_native, pack_native
 from foredraft.model.spec import ModelSpec, Plan
@@ -192,29 +192,41 @@ class HeadCache:
 
 @dataclass(frozen=True, slots=True)
 class TimedPass(DraftPass):
-    """The pass of a head over states that mean nothing, with a cache of its own."""
+    """A draft step over states that mean nothing, to be timed, perhaps with a cache of its own."""
 
-    head: Any = field(kw_only=True)
-    # that cache, by the rows and the positions that are timed
-    scratch: dict[tuple[int, int], HeadCache] = field(default_factory=dict, kw_only=True, repr=False)
+    name: str = field(kw_only=True)  # as `DraftPass.described`
+    step: Callable[[Any, Tensor, list[int]], Tensor] = field(kw_only=True)  # gives the logits [B, V]
+    draft: Callable[[Any, DraftInputs], FusedDraft | None] = field(default=lambda *_: None, kw_only=True)
+    # makes a cache beside the given one, which `step` and `draft` get in its place
+    beside: Callable[[CacheLayers], Any] | None = field(default=None, kw_only=True)
+    # the last such cache, by the rows and the positions that are timed
+    scratch: dict[tuple[int, int], Any] = field(default_factory=dict, kw_only=True, repr=False)
 
     @property
     def described(self) -> str:
-        return repr(self.head.record)
+        return self.name
 
-    def scratch_of(self, cache: CacheLayers, spec: ModelSpec, *, blocked: bool = False) -> HeadCache:
-        """Return a cache beside the given one; the last one is kept."""
+    @torch.inference_mode()
+    def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
+        logits = self.step(self._own(cache), tokens, starts)
+        return Forward(logits[:, None], logits, {})
+
+    @torch.inference_mode()
+    def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
+        return self.draft(self._own(cache), inputs)
+
+    def _own(self, cache: CacheLayers) -> Any:
         key = cache.rows, cache.positions
-        if key not in self.scratch:
+        if self.beside is not None and key not in self.scratch:
             self.scratch.clear()
-            self.scratch[key] = HeadCache.of(spec, cache.aligned(spec, blocked=blocked))
-        return self.scratch[key]
+            self.scratch[key] = self.beside(cache)
+        return self.scratch.get(key, cache)
 
 
 class HeadDrafter(WaitingReader):
     """An autoregressive drafter over a head with caches of its own, and the target's states."""
 
-    read_files: Callable[[Path], HeadFiles[Any]]  # reads the head of a folder or a GGUF file
+    read_folder: Callable[[Path], HeadFiles[Any]]  # reads the head of a folder
     load: Callable[[HeadFiles[Any], Runner], Any]  # reads its weights
 
     def __init__(
@@ -228,11 +240,24 @@ class HeadDrafter(WaitingReader):
         self.cache = cache.aligned(first, blocked=blocked)
         self.caches = self.own = (self.cache, *(cache.aligned(spec) for spec in others))
         self._own = HeadCache.of(first, self.cache)
+        self.draft_pass = TimedPass(
+            target, name=repr(record), step=head.timed_step, draft=head.timed_draft,
+            beside=lambda cache: HeadCache.of(first, cache.aligned(first, blocked=blocked)),
+        )  # fmt: skip
 
     @classmethod
     def specs(cls, record: HeadRecord) -> tuple[ModelSpec, ...]:
         """Return the specs of its caches; the first is that of its layers."""
         return (record.spec,)
+
+    @classmethod
+    def read_files(cls, place: Path) -> HeadFiles[Any]:
+        """Return the head in a folder or in a GGUF file."""
+        if place.is_dir():
+            return cls.read_folder(place)
+        from foredraft.drafters.heads.gguf_files import read_gguf
+
+        return read_gguf(place)
 
     @classmethod
     def found(cls, place: Path, target: Checkpoint) -> Found:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,17 @@ def speculators_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
-def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a head's folder whole or not at all; an existing one is replaced."""
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+    others: Callable[[Path], object] = lambda new: None,  # writes further files
+) -> None:  # fmt: skip
+    """Write a head's or a model's folder whole or not at all; an existing one is replaced."""
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(folder) as new:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         (new / SINGLE).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        others(new)
 
 
 def maps_of(draft_vocab: Tensor, record: HeadRecord) -> dict[str, Tensor]:
