@@ -23,7 +23,7 @@ from foredraft.decode.scheduler import Rows, Scheduler
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.layer_skip import LayerSkip, LowBit
-from foredraft.drafters.recent_texts import TextIndex
+from foredraft.drafters.lookup import TextIndex
 from foredraft.drafters.states import KnownStates
 from foredraft.model.runner import Resume
 from tests.exactness import round_checks as checks

@@ -8,8 +8,7 @@ import pytest
 
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.lookup import Suffix
-from foredraft.drafters.recent_texts import RecentTexts, TextsFile
+from foredraft.drafters.recent_texts import RecentTexts, Suffix, TextsFile
 from tests.exactness.test_enumeration import POLICIES, case, enumerate_and_compare
 from tests.exactness.test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
 from tests.support.harness import CheckedEngine, make_engine, run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.decode.prefix_cache import Prefix
-from foredraft.drafters.lookup import Suffix
+from foredraft.drafters.recent_texts import Suffix
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.limits import Client, Keys, Limits, Tenant

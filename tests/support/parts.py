@@ -23,8 +23,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel, VocabularyMap
 from foredraft.drafters.layer_skip import LowBit
-from foredraft.drafters.lookup import Suffix
-from foredraft.drafters.recent_texts import RecentTexts, TextsFile
+from foredraft.drafters.recent_texts import RecentTexts, Suffix, TextsFile
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer

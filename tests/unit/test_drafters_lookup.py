@@ -25,8 +25,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.lookup import CONFIDENCE, LONGEST, Alignment, Lookup
-from foredraft.drafters.recent_texts import TextIndex
+from foredraft.drafters.lookup import CONFIDENCE, LONGEST, Alignment, Lookup, TextIndex
 from foredraft.errors import RequestError
 from foredraft.llm.requests import Submission
 from tests.support.mutation import Mutant, assert_caught, defect

@@ -15,15 +15,15 @@ from hypothesis import given
 import foredraft
 from foredraft.decode.sequence import Finish
 from foredraft.drafters import lookup as module
-from foredraft.drafters.lookup import CONTEXT, LONGEST_DRAFT, Suffix, agreed
+from foredraft.drafters.lookup import LONGEST_MATCH, OCCURRENCES, Matches, TextIndex
 from foredraft.drafters.recent_texts import (
-    LONGEST_MATCH,
-    OCCURRENCES,
-    Matches,
+    CONTEXT,
+    LONGEST_DRAFT,
     RecentText,
     RecentTexts,
-    TextIndex,
+    Suffix,
     TextsFile,
+    agreed,
 )
 from foredraft.errors import ConfigError, RequestError
 from tests.support import checkpoints

@@ -14,7 +14,7 @@ from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.train import texts as replies
 from foredraft.train.target import Batches, Document, hold_out
-from foredraft.train.texts import DocumentReader, TooManyRepliesError, reply_spans
+from foredraft.train.texts import BadRecordError, DocumentReader, reply_spans
 from tests.support.checkpoints import save_checkpoint
 from tests.support.mutation import assert_caught, defect
 from tests.unit.test_model_chat import TEMPLATES
@@ -359,7 +359,7 @@ def test_a_template_that_changes_turns_bounds_the_replies(folder: Path, tmp_path
         reader(folder, REASONING_ONCE).corpus([tmp_path / "a.jsonl"])
     messages = chat(501)
     whole = template("reasoning once").render(messages, add_generation_prompt=False)
-    with pytest.raises(TooManyRepliesError):
+    with pytest.raises(BadRecordError):
         reply_spans(template("reasoning once"), messages, whole)
 
 

@@ -94,17 +94,24 @@ class Found:
     about: str | None = None  # what it is, for `info`; None where the drafter's name says it
     specs: tuple[ModelSpec, ...] = ()  # of the drafter's caches, which have the target's positions
     dtype: torch.dtype | None = None  # of these, the target's
+    # positions of such a cache for each one of the target's, up to those that the drafter's own model has;
+    # None: as many as the target has
+    stretch: int | None = None
     build: Callable[[Parts], Drafter] | None = None  # reads the weights and builds the drafter
+    announce: Callable[[], object] = lambda: None  # logs what the user should know of it before it is loaded
 
     def row_bytes(self, positions: int) -> int:
         """Return the memory of the drafter's caches for a row of so many positions of the target's cache."""
         from foredraft.model.cache import KVCache
 
-        dtype = self.dtype
-        return sum(KVCache.bytes_per_row(spec, positions, dtype) for spec in self.specs if dtype is not None)
-
-    def announce(self) -> None:
-        """Log what the user should know of it before it is loaded."""
+        if self.dtype is None:
+            return 0
+        most = [
+            positions if self.stretch is None else min(self.stretch * positions, spec.max_positions)
+            for spec in self.specs
+        ]
+        own = zip(self.specs, most, strict=True)
+        return sum(KVCache.bytes_per_row(spec, longest, self.dtype) for spec, longest in own)
 
     def make(self, parts: Parts) -> Drafter:
         """Read the weights and build the drafter."""

@@ -13,7 +13,6 @@ the block wrote to the cache lies behind the committed positions, and the next b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, cast
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from foredraft.drafters.heads.configs import read_block
 from foredraft.drafters.heads.layers import (
-    ATTENDED,
     HeadBuilder,
     HeadCache,
     HeadDrafter,
@@ -166,7 +164,7 @@ class BlockHead:
         record, spec, batch = self.record, self.record.spec, len(starts)
         counts = [record.block if each else 0 for each in drafts]
         end = record.block + max(start for start, each in zip(starts, drafts, strict=True) if each)
-        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
+        length = own.attended(end)
         context = own.context(spec, record.block, length, starts, counts)
         places = [s if each else own.kv.scratch for s, each in zip(starts, drafts, strict=True)]
         masks = self.block_masks(upload(places, own.kv.device), length, own.kv.dtype)

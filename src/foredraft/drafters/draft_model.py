@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import STRETCH, Asset, AssetSearch, Found, Missing, Parts
 from foredraft.errors import ConfigError, Option
 from foredraft.model.byte_codec import ByteCodec
-from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner, next_chunk
@@ -62,12 +61,6 @@ class VocabularyMap:
         if stand_in is None or stand_in >= sizes[1]:
             stand_in = min((id for id in draft.special if id < sizes[1]), default=0)
         return cls(pairs, sizes, int(stand_in), device)
-
-    @classmethod
-    def of_draft_vocab(cls, ids: Iterable[int], vocabulary: int, device: torch.device) -> VocabularyMap:
-        """Return the map of a head over some of the target's ids: its draft vocabulary, in order."""
-        pairs = [(id, output) for output, id in enumerate(ids)]
-        return cls(pairs, (vocabulary, len(pairs)), 0, device)
 
     def read(self, tokens: Tensor) -> Tensor:
         return self._draft_ids[tokens]
@@ -134,16 +127,6 @@ def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
 GIVE_DRAFT = ("give ", Option("draft"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundModel(Found):
-    draft: Checkpoint
-    stretch: int  # positions of the draft model's cache for each position of the target's cache
-
-    def row_bytes(self, positions: int) -> int:
-        longest = min(self.stretch * positions, self.draft.spec.max_positions)
-        return KVCache.bytes_per_row(self.draft.spec, longest, self.draft.dtype)
-
-
 class DraftCheckpoint(Asset):
     """A whole model beside the target."""
 
@@ -169,8 +152,8 @@ class DraftCheckpoint(Asset):
             has = "another tokenizer than" if other else "the tokenizer of"
             unfit = f"the draft model {draft.source} has {has} the target {target.source}"
             return replace(self.missing, unfit=unfit)
-        return FoundModel(
-            models=(draft,), draft=draft, stretch=self.stretch,
+        return Found(
+            models=(draft,), specs=(draft.spec,), dtype=draft.dtype, stretch=self.stretch,
             build=lambda parts: self.build(parts, target, draft),
         )  # fmt: skip
 

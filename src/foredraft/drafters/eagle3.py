@@ -28,7 +28,6 @@ from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.heads.configs import read_eagle, read_eagle3
 from foredraft.drafters.heads.layers import (
-    ATTENDED,
     HeadBuilder,
     HeadCache,
     HeadDrafter,
@@ -234,8 +233,7 @@ class Eagle3Head:
         self, own: HeadCache, width: int, starts: Seq[int], counts: Seq[int], first_row: int
     ) -> ForwardContext:
         end = max(start + count for start, count in zip(starts, counts, strict=True) if count)
-        length = min(own.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
-        context = own.context(self.record.spec, width, length, starts, counts, first_row)
+        context = own.context(self.record.spec, width, own.attended(end), starts, counts, first_row)
         masks = {window: mask.clone() for window, mask in context.masks.items()}
         for mask in masks.values():
             mask[..., 0] = -math.inf  # no pair lies there

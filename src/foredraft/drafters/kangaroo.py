@@ -26,7 +26,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.asset import ADAPTER_KINDS, WITH_MLP, Found, any_kept, hash_of_base, say_made_for_base
-from foredraft.drafters.draft_model import VocabularyMap
+from foredraft.drafters.heads.record import map_of, target_rows
 from foredraft.drafters.states import KnownStates, WaitingReader, WaitingStates, by_row
 from foredraft.drafters.strict_records import MEASURED, Bound, Count, StrictRecord
 from foredraft.errors import CheckpointError, ConfigError, shortened
@@ -38,7 +38,7 @@ from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Norm, Product
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
 from foredraft.model.runner.compiled import pack
-from foredraft.model.runner.native import is_native, pack_native
+from foredraft.model.runner.native import pack_native
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
@@ -161,27 +161,21 @@ class Adapter:
     depth: int  # layers of the target that run below it
     layer: Layer  # its layer
     norm: Norm  # the norm after it
-    vocabulary: tuple[int, ...] | None = None  # ids of a reduced head, ascending; None: the target's head
+    vocabulary: Tensor | None = None  # ids of a reduced head, ascending, [n]; None: the target's head
     planned: int | None = None  # draft length that was best in the validation, if known
 
     def over(self, target: Runner) -> Runner:
         """Return a runner of the target's first `depth` layers with the adapter on top."""
-        whole, native = target.decoder, target.by_kernels
+        whole = target.decoder
         below, depth = whole.spec.first(self.depth), self.depth
         sources = (*below.sources, depth) if below.sources else ()
         spec = replace(below, layers=depth + 1, windows=(*below.windows, None), sources=sources)
         head: Product = whole.output
         if self.vocabulary is not None:
             spec = replace(spec, vocab_size=len(self.vocabulary))
-            ids = torch.tensor(self.vocabulary, device=whole.device)
-            if is_native(head):
-                rows = head.rows(ids)
-            elif spec.tied:  # a head that oneDNN packs is copied to be read
-                rows = whole.embedding_rows(ids)
-            else:
-                rows = head.dense()[ids]
-            bias = None if head.bias is None else head.bias[ids]
-            head = pack_native(rows, bias) if native else pack(rows, bias)
+            bias = None if head.bias is None else head.bias[self.vocabulary]
+            rows = target_rows(whole, self.vocabulary)
+            head = pack_native(rows, bias) if target.by_kernels else pack(rows, bias)
         layers = (*whole.layers[: self.depth], self.layer)
         parts = whole.learned_positions, whole.inputs
         decoder = Decoder(spec, whole.embedding, layers, self.norm, head, *parts)
@@ -213,7 +207,7 @@ def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter
             ascending = f"{count} different token ids below {size} in ascending order"
             problem = f"{file}: {VOCABULARY} does not hold {ascending}"
             raise CheckpointError(problem, remedy=DOWNLOAD_AGAIN)
-        vocabulary = tuple(listed)
+        vocabulary = ids.to(decoder.device, copy=True)
     return Adapter(config.depth, layer, norm, vocabulary, config.max_draft)
 
 
@@ -229,12 +223,9 @@ class Kangaroo(WaitingReader):
         self.cache = cache.aligned(adapter_spec(target.decoder.spec), blocked=cache.blocked)
         self.caches, self.own = (cache, self.cache), (self.cache,)
         self.draft_pass = DraftPass(runner, exit=depth)
-        self.vocabulary: VocabularyMap | None = None
-        self.draft_vocab: DraftVocab | None = None
-        if adapter.vocabulary is not None:
-            size, device = target.decoder.spec.vocab_size, runner.decoder.device
-            self.vocabulary = VocabularyMap.of_draft_vocab(adapter.vocabulary, size, device)
-            self.draft_vocab = DraftVocab(torch.tensor(adapter.vocabulary, device=device), size)
+        ids, size = adapter.vocabulary, target.decoder.spec.vocab_size
+        self.vocabulary = map_of(ids, target.decoder)
+        self.draft_vocab = None if ids is None else DraftVocab(ids, size)
         self._layers = cache.joined(depth, self.cache)
         self._known = KnownStates(depth)
         self._stepped: dict[int, int] = {}  # row -> positions in the adapter's cache after this round's steps

@@ -1,9 +1,11 @@
-"""Recent texts: what earlier requests wrote, within a bound of memory; where in them an end occurred; their
-file.
+"""Suffix: drafts copied from what earlier requests wrote, within a bound of memory; the file of these texts.
 
-A table maps every run of a few tokens to its latest occurrence, and each occurrence points to the one before
-it, as the hash chains of zlib do (RFC 1951, section 4). A search sees the texts of one *scope* alone: a
-server gives each API key its own, because how soon an accepted draft is there tells that its text was known.
+SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): agents ask for nearly the same again and again. The
+drafter looks for the longest suffix of the text that occurred before, in the request's text and in
+`RecentTexts`, and proposes what most occurrences went on with. A draft ends where too few of them agree.
+
+A search sees the texts of one *scope* alone: a server gives each API key its own, because how soon an
+accepted draft is there tells that its text was known.
 """
 
 from __future__ import annotations
@@ -11,208 +13,20 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from array import array
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from foredraft.decode.drafter import ModelFreeDrafter
-from foredraft.decode.sequence import Sequence
+from foredraft.decode.drafter import Peek
+from foredraft.decode.sequence import Finish, Sequence
+from foredraft.drafters.lookup import LONGEST_MATCH, IndexedDrafter, Matches, TextIndex
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, is_no_file, write_whole
 from foredraft.model.checkpoint import Checkpoint
-
-LONGEST_MATCH = 32  # tokens: longer matches count as equally long
-OCCURRENCES = 8  # that a search looks at, the latest ones: twice as many draft no better, and take longer
-BOUNDARY = -1  # stands before a text, in place of a token; no token equals it
-NOWHERE = -1  # in place of a place
-
-
-class Matches(NamedTuple):
-    """Where the end of a text occurred."""
-
-    length: int  # equal tokens before each occurrence; 0 where there is none
-    continuations: list[list[int]]  # what followed each, at least one token, the latest first
-
-
-class _Runs:
-    """The runs of `n` tokens, by the places behind them: the tokens before each place; not the text's end."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.latest: dict[int, int] = {}  # hash of a run -> the place after its latest occurrence
-        self.earlier = array("q")  # of each held place: the place after the run's occurrence before
-
-    def enter(self, tokens: array[int], held: int, first: int, text: int) -> None:
-        """Enter the places from `first` to the end; other arguments as in `_keys`."""
-        begin = self._begin(held + len(tokens), first, text)
-        self.earlier.extend([NOWHERE] * (begin - first))
-        latest, earlier = self.latest, self.earlier
-        for place, key in enumerate(self._keys(tokens, held, begin, held + len(tokens)), begin):
-            earlier.append(latest.get(key, NOWHERE))
-            latest[key] = place
-
-    def take_back(self, tokens: array[int], held: int, first: int, text: int) -> None:
-        """Undo `enter` of the same arguments."""
-        begin = self._begin(held + len(tokens), first, text)
-        keys = [*self._keys(tokens, held, begin, held + len(tokens))]
-        while keys:
-            key, before = keys.pop(), self.earlier.pop()
-            if before == NOWHERE:
-                del self.latest[key]
-            else:
-                self.latest[key] = before
-        del self.earlier[first - held :]
-
-    def forget(self, tokens: array[int], held: int, text: int, end: int) -> None:
-        """Forget the runs of the oldest text, which lies from `text` to `end`."""
-        begin = self._begin(end, text, text)
-        for place, key in enumerate(self._keys(tokens, held, begin, end), begin):
-            if self.latest.get(key) == place:
-                del self.latest[key]
-
-    def _begin(self, end: int, first: int, text: int) -> int:
-        """Return the first place from `first` on with a whole run of its text before it; `end` for none."""
-        return min(max(first, text + self.n), end)
-
-    def _keys(self, tokens: array[int], held: int, begin: int, end: int) -> list[int]:
-        """Return the hash of the run before each place from `begin` to `end`."""
-        if begin >= end:
-            return []
-        at, count = begin - held, end - begin
-        columns = [tokens[at - n : at - n + count] for n in range(self.n, 0, -1)]
-        return [*map(hash, zip(*columns, strict=True))]
-
-
-class TextIndex:
-    """Texts, of which the last one may grow and shrink, and the oldest one may be dropped.
-
-    Examples:
-        >>> index = TextIndex((2, 1))
-        >>> index.begin_text()
-        >>> index.extend([5, 6, 7, 5, 6])
-        >>> index.search([5, 6], 3)
-        Matches(length=2, continuations=[[7, 5, 6]])
-    """
-
-    def __init__(self, lengths: Seq[int]) -> None:
-        self._tokens = array("i")
-        self._held = 0  # the place of the first token in memory
-        self._first = 0  # the place of the first token that counts; those before it were dropped
-        self._text = 0  # the place with which the last text begins
-        self._tables = [_Runs(n) for n in sorted(lengths, reverse=True)]
-        self.end = 0  # the place after the last token: how many were added so far, boundaries included
-
-    def begin_text(self) -> None:
-        """Begin another text: no match and no continuation reaches across."""
-        self._tokens.append(BOUNDARY)
-        for table in self._tables:
-            table.earlier.append(NOWHERE)
-        self.end = self._text = self.end + 1
-
-    def extend(self, tokens: Seq[int]) -> None:
-        first, self.end = self.end, self.end + len(tokens)
-        self._tokens.extend(tokens)
-        for table in self._tables:
-            table.enter(self._tokens, self._held, first, self._text)
-
-    def rewind(self, end: int) -> None:
-        """Forget the tokens of the last text from place `end` on."""
-        if end < self.end:
-            for table in self._tables:
-                table.take_back(self._tokens, self._held, end, self._text)
-            del self._tokens[end - self._held :]
-            self.end = end
-
-    def drop_oldest(self, count: int) -> None:
-        """Drop the oldest text, which has `count` tokens and a boundary before them."""
-        begin, self._first = self._first + 1, self._first + 1 + count
-        for table in self._tables:
-            table.forget(self._tokens, self._held, begin, self._first)
-        dropped = self._first - self._held
-        if 2 * dropped > len(self._tokens):  # so that a token is moved once on average
-            del self._tokens[:dropped]
-            for table in self._tables:
-                del table.earlier[:dropped]
-            self._held = self._first
-
-    def oldest(self, counts: Seq[int]) -> list[list[int]]:
-        texts, begin = [], self._first - self._held
-        for count in counts:
-            texts.append(self._tokens[begin + 1 : begin + 1 + count].tolist())
-            begin += 1 + count
-        return texts
-
-    def search(self, tail: Seq[int], most: int, *, occurrences: int = OCCURRENCES) -> Matches:
-        """Find where the longest suffix of `tail` occurred that a search of the latest occurrences finds."""
-        end = array("i", tail)
-        for table in self._tables:
-            length, places = self._longest(table, end, occurrences)
-            if length:
-                return Matches(length, [self._continuation(place, most) for place in places])
-        return Matches(0, [])
-
-    def _longest(self, table: _Runs, tail: array[int], occurrences: int) -> tuple[int, list[int]]:
-        """Return the most equal tokens before places of the tail's last run, and the places with so many."""
-        best, places = 0, list[int]()
-        place = table.latest.get(hash(tuple(tail[-table.n :])), NOWHERE)
-        for _ in range(occurrences):
-            if place < self._first:  # it is NOWHERE, or was dropped
-                break
-            length = self._equal_before(place - self._held, tail, table.n)
-            if length > best:
-                best, places = length, [place]
-            elif length == best > 0:
-                places.append(place)
-            place = table.earlier[place - self._held]
-        return best, places
-
-    def _equal_before(self, at: int, tail: array[int], run: int) -> int:
-        """Return how many tokens before index `at` equal the last ones of the tail; 0 if not even the run."""
-        tokens, most = self._tokens, min(len(tail), at)
-        if tokens[at - most : at] == tail[len(tail) - most :]:  # most often: a copy goes on
-            return most if most >= run else 0
-        if tokens[at - run : at] != tail[-run:]:  # two runs share a hash
-            return 0
-        equal = run
-        while tokens[at - 1 - equal] == tail[-1 - equal]:
-            equal += 1
-        return equal
-
-    def _continuation(self, place: int, most: int) -> list[int]:
-        at = place - self._held
-        tokens = self._tokens[at : at + most].tolist()
-        return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
-
-
-class IndexedDrafter(ModelFreeDrafter):
-    """A drafter with an index of each sequence's own text."""
-
-    def __init__(self, runs: Seq[int]) -> None:
-        self.runs = runs  # tokens of the runs that have tables
-        self.indices: dict[int, TextIndex] = {}  # by sequence id
-        self.found: dict[int, Any] = {}  # by sequence id, what was found in its text, until that changes
-
-    def join(self, sequence: Sequence) -> None:
-        index = self.indices[sequence.id] = TextIndex(self.runs)
-        index.extend(sequence.tokens)
-
-    def rewind(self, sequence: Sequence) -> None:
-        # Text only grows, or is a prefix of what it was after a ban's rollback.
-        index = self.indices[sequence.id]
-        self.found.pop(sequence.id, None)
-        common = min(index.end, len(sequence.tokens))
-        index.rewind(common)
-        index.extend(sequence.tokens[common:])
-
-    def leave(self, sequence: Sequence) -> None:
-        self.indices.pop(sequence.id, None)
-        self.found.pop(sequence.id, None)
-
 
 RUNS = (8, 3)  # tokens of the runs that have tables; one token or two say little about another text
 # Memory, measured as its upper bound: of a token, whose runs each have an entry of a dictionary with two
@@ -345,3 +159,107 @@ class TextsFile:
 
     def _refused(self, problem: str, remedy: str) -> ConfigError:
         return ConfigError(problem, option=OPTION, value=str(self.path), remedy=remedy)
+
+
+OWN_RUNS = (8, 3, 1)  # tokens of the runs of the request's own text that have tables
+LONGEST_DRAFT = 24  # tokens: a pass over as many columns costs far less than a plain step for each
+DRAFT_PER_MATCH = 4  # tokens of a draft at most for each one of the match
+LEAST_CHANCE = 0.25  # by the counts, that a draft is right up to a token: it ends before a less likely one
+CONTEXT = 8  # tokens of the prompt that are kept before an output, so that its first tokens have a match
+# Matching tokens -> P(the next one matches too) where all occurrences agree: a policy begins with these.
+SUFFIX_CONFIDENCE = {1: 0.35, 2: 0.45, 3: 0.6, 5: 0.85, 12: 0.95}
+LEVELS = (0.2, *SUFFIX_CONFIDENCE.values())  # a confidence is one of these
+ENDED = {Finish.EOS, Finish.STOP, Finish.LENGTH, Finish.CONSTRAINT}  # of requests whose texts are kept
+
+
+class SuffixDraft(NamedTuple):
+    """A draft, and rough probability that each of its tokens is accepted."""
+
+    tokens: list[int]
+    confidence: float
+
+
+class Suffix(IndexedDrafter):
+    """A model-free drafter that costs no forward, over an index per sequence and one of recent texts."""
+
+    name = "suffix"
+    planned = longest_draft = LONGEST_DRAFT
+
+    def __init__(self, texts: RecentTexts, file: TextsFile) -> None:
+        super().__init__(OWN_RUNS)
+        self.texts, self.file = texts, file
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._draft(sequence).tokens[:budget] for sequence, budget in requests]
+
+    def peek(self, sequence: Sequence, limit: int) -> Peek:
+        draft = self._draft(sequence)
+        return Peek(min(limit, len(draft.tokens)), draft.confidence)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.found.pop(sequence.id, None)
+        if self.indices.pop(sequence.id, None) is not None and sequence.finish in ENDED:
+            begin = max(0, len(sequence.prompt) - CONTEXT)
+            self.texts.add(sequence.text_scope, sequence.tokens[begin:])
+
+    def save(self, path: Path | None = None) -> int:
+        """Write the texts to their file, or to another one, and return how many; any thread may call this."""
+        texts = self.texts.all()
+        self.file.write(texts, path)
+        return len(texts)
+
+    def _draft(self, sequence: Sequence) -> SuffixDraft:
+        """Return the draft by what followed each occurrence of the longest match."""
+        known: SuffixDraft | None = self.found.get(sequence.id)
+        if known is not None:
+            return known
+        tail = sequence.tokens[-LONGEST_MATCH:]
+        found = [
+            self.indices[sequence.id].search(tail, LONGEST_DRAFT),
+            self.texts.search(sequence.text_scope, tail, LONGEST_DRAFT),
+        ]
+        length = max(matches.length for matches in found)
+        longest = [each for m in found if m.length == length for each in m.continuations]
+        tokens, share = agreed(longest, min(DRAFT_PER_MATCH * length, LONGEST_DRAFT))
+        chance = (
+            share * SUFFIX_CONFIDENCE[max(known for known in SUFFIX_CONFIDENCE if known <= length)]
+            if tokens
+            else 0.0
+        )
+        confidence = max((level for level in LEVELS if level <= chance), default=LEVELS[0])
+        draft = self.found[sequence.id] = SuffixDraft(tokens, confidence)
+        return draft
+
+
+def agreed(continuations: list[list[int]], most: int) -> tuple[list[int], float]:
+    """Return the tokens with which most continuations go on, and the share of them that have the first one.
+
+    The tokens end where the product of the shares falls below LEAST_CHANCE.
+
+    Examples:
+        >>> agreed([[1, 2, 3], [1, 2, 4], [1, 5]], most=9)
+        ([1, 2, 3], 1.0)
+    """
+    tokens: list[int] = []
+    chance, first = 1.0, 1.0
+    going: dict[tuple[int, ...], int] = {}  # continuation -> how often it occurred: most are the same ones
+    for each in map(tuple, continuations):
+        going[each] = going.get(each, 0) + 1
+    for at in range(most):
+        if len(going) == 1:
+            [only] = going
+            return [*tokens, *only[at:most]], first
+        counts: dict[int, int] = {}
+        for each, times in going.items():
+            if len(each) > at:
+                counts[each[at]] = counts.get(each[at], 0) + times
+        if not counts:
+            break
+        token = max(counts, key=counts.__getitem__)
+        chance *= counts[token] / sum(counts.values())
+        if chance < LEAST_CHANCE:
+            break
+        first = first if tokens else chance
+        tokens.append(token)
+        going = {each: times for each, times in going.items() if len(each) > at and each[at] == token}
+    return tokens, first

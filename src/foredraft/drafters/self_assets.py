@@ -7,7 +7,7 @@ kept.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ from foredraft.drafters.asset import (
 )
 from foredraft.drafters.heads.head_asset import config_of
 from foredraft.errors import ConfigError, Option
-from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib
 from foredraft.model.quantisation import BITS
 from foredraft.model.runner import unserved_because
@@ -66,20 +65,6 @@ class PlanAsset(Asset):
             planned=planned, about=f"the {kept}plan {skips}",
             build=lambda parts: LayerSkip(parts.target, parts.cache, skips, planned),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundCopy(Found):
-    target: Checkpoint
-    offered: bool = False  # it is made without being asked for
-
-    def announce(self) -> None:
-        """Log that a copy is made without being asked for, once where a cache folder remembers it."""
-        key = {"of": "low-bit", "model": str(self.target.source.path.resolve())}
-        if self.offered and user_cache.read("notices", key) is None:
-            size = as_gib(self.bytes)
-            logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", size, OFFER)
-            user_cache.write("notices", key, True)
 
 
 class CopyAsset(Asset):
@@ -138,14 +123,20 @@ class CopyAsset(Asset):
         return replace(self.missing, why=why)
 
 
-def _copy(search: AssetSearch, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> FoundCopy:
+def _copy(search: AssetSearch, bits: int, plan: ChosenPlan | None, *, offered: bool = False) -> Found:
     from foredraft.drafters.layer_skip import LowBit, low_bit_copy
+
+    def announce() -> None:
+        """Log that a copy is made without being asked for, once where a cache folder remembers it."""
+        key = {"of": "low-bit", "model": str(search.target.source.path.resolve())}
+        if offered and user_cache.read("notices", key) is None:
+            logger.warning("drafter low-bit is at hand, too, with a copy of %s: %s", as_gib(size), OFFER)
+            user_cache.write("notices", key, True)
 
     size = coded_copy_bytes(search.target.spec, bits)
     skips, planned = (None, None) if plan is None else (plan.skips, plan.max_draft)
-    return FoundCopy(
-        bytes=size, planned=planned, about=f"a copy of {as_gib(size)}: {OFFER}",
-        target=search.target, offered=offered,
+    return Found(
+        bytes=size, planned=planned, about=f"a copy of {as_gib(size)}: {OFFER}", announce=announce,
         build=lambda parts: LowBit(low_bit_copy(parts.target, bits), parts.cache, skips, planned),
     )  # fmt: skip
 

@@ -22,7 +22,6 @@ from foredraft.constraints.shared_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
 from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import StopAutomaton
-from foredraft.drafters.lookup import Suffix
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm.loaded import Loaded, RequestPolicies
 from foredraft.llm.output import Output, Piece, Pieces, Stream, WholeOutputs
@@ -280,6 +279,8 @@ class LLM:
             ...     llm.save_texts("texts.foredraft")
             1
         """
+        from foredraft.drafters.recent_texts import Suffix
+
         suffix = self.loaded.engine.drafters.get(Suffix.name)
         if not isinstance(suffix, Suffix):
             raise RequestError(

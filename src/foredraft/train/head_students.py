@@ -44,9 +44,13 @@ class HeadStudent(Student):
         self,
         record: HeadRecord,  # the head
         target: Decoder,  # the target
-        vocabulary: Sequence[int] | None,  # the token ids of a reduced head; None keeps all
+        head: Tensor,  # the weight of the target's head, [V, hidden]
+        *,
+        vocabulary: Sequence[int] | None = None,  # the token ids of a reduced head, ascending; None keeps all
         steps: int,  # tokens of a draft that are learned
         decay: float,  # weight of each of them against the one before
+        seed: int = 0,  # of the first weights, but for the last norm and the head, which are the target's
+        start: Mapping[str, Tensor] | None = None,  # the first weights, by name; None draws them
     ) -> None:
         super().__init__()
         assert record.aux_layers is not None
@@ -54,22 +58,22 @@ class HeadStudent(Student):
         self.steps, self.decay = steps, decay
         if vocabulary is not None:
             self.vocabulary = torch.tensor(vocabulary, device=target.device)
+            head = head[self.vocabulary]
+        self.output: Any = None if record.own_head else Linear(head)
         needed, optional = head_shapes(record)
         self.shapes = {name: shape for name, shape in needed.items() if name != D2T}
         self.shapes |= {HEAD: optional[HEAD]} if record.own_head else {}
         self.own = Parameters(self.shapes, target.device)
-
-    def begin(self, seed: int) -> None:
-        """Draw the first weights, but for the last norm, which is the target's."""
-        self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
-        if isinstance(self.target.norm, RMSNorm):
-            with torch.no_grad():
-                self.own.by_name["norm.weight"].copy_(self.target.norm.weight)
+        if start is None:
+            self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
+            norm = {} if not isinstance(target.norm, RMSNorm) else {"norm.weight": target.norm.weight}
+            start = {**self.own.by_name, **norm, **({HEAD: head} if record.own_head else {})}
+        self.own.fill(start)
 
     @property
     def builder(self) -> HeadBuilder:
         """Builds the head over the parameters as they are now."""
-        return HeadBuilder(self.record, self.shapes, self.own, self.target, Linear, self.vocabulary)
+        return HeadBuilder(self.record, self.shapes, self.own.load, self.target, Linear, self.vocabulary)
 
     def head(self) -> Any:
         """Return the head over the parameters as they are now."""
@@ -122,27 +126,6 @@ class Eagle3Student(HeadStudent):
     """An EAGLE-3 head of one layer; a new one is random but for its last norm and its head, the target's."""
 
     reread = ("norm.weight", HEAD)
-
-    def __init__(
-        self,
-        record: HeadRecord,
-        target: Decoder,
-        head: Tensor,  # the weight of the target's head, [V, hidden]
-        *,
-        vocabulary: Sequence[int] | None = None,
-        steps: int,
-        decay: float,
-        seed: int = 0,  # of the first weights
-        start: Mapping[str, Tensor] | None = None,  # the first weights, by name; None draws them
-    ) -> None:
-        assert record.spec.layers == 1 and record.own_head
-        super().__init__(record, target, vocabulary, steps, decay)
-        if start is not None:
-            self.own.fill(start)
-            return
-        self.begin(seed)
-        with torch.no_grad():
-            self.own.by_name[HEAD].copy_(head if self.vocabulary is None else head[self.vocabulary])
 
     def head(self) -> Eagle3Head:
         return Eagle3Head.of(self.builder)
@@ -199,22 +182,11 @@ class BlockStudent(HeadStudent):
 
     record: BlockRecord
 
-    def __init__(
-        self,
-        record: BlockRecord,
-        target: Decoder,
-        head: Tensor,  # the weight of the target's head, [V, hidden]
-        *,
-        vocabulary: Sequence[int] | None = None,  # ascending
-        decay: float,
-        seed: int = 0,  # of the first weights
-    ) -> None:
+    def __init__(self, record: BlockRecord, target: Decoder, head: Tensor, **how: Any) -> None:
         assert not any(record.spec.windows) and record.markov is None
         assert not (record.from_anchor or record.causal or record.own_head or record.own_embedding)
-        super().__init__(record, target, vocabulary, record.drafts, decay)
+        super().__init__(record, target, head, steps=record.drafts, **how)
         self.stride = self.steps
-        self.output = Linear(head if self.vocabulary is None else head[self.vocabulary])
-        self.begin(seed)
 
     def head(self) -> BlockHead:
         head = BlockHead.of(self.builder)

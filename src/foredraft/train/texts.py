@@ -52,8 +52,8 @@ MAX_WINDOW = 32  # messages of a window, and of those that open a conversation
 Span = tuple[int, int]  # first character of a reply, and the one after its last
 
 
-class TooManyRepliesError(ValueError):
-    """The template changes earlier turns, and the conversation has more replies than `MAX_REPLIES`."""
+class BadRecordError(ValueError):
+    """A line or a row that holds no document."""
 
 
 def reply_spans(chat: ChatTemplate, messages: Sequence[Any], whole: str) -> list[Span]:
@@ -64,7 +64,10 @@ def reply_spans(chat: ChatTemplate, messages: Sequence[Any], whole: str) -> list
         if spans is not None:
             return [span for span in spans if span[0] < span[1]]
     if len(replies) > MAX_REPLIES:
-        raise TooManyRepliesError(len(replies))
+        raise BadRecordError(
+            f"has {len(replies):,} replies of the assistant, more than the {MAX_REPLIES} that are read where"
+            " the chat template changes earlier turns"
+        )
     found = (_by_whole_texts(chat, messages, at, whole) for at in replies)
     return [span for span in found if span is not None]
 
@@ -142,10 +145,6 @@ SHAPES = 'a "text", a "prompt" with a "response", or "messages"'
 CORRECT: Text = "correct it, or give ", Option("skip_bad_lines")
 EXAMPLE: Text = 'give lines like {"prompt": "Hello", "response": "World"}'
 TEXT_PROMPT = 64  # tokens of a piece of text that the target continues
-
-
-class BadRecordError(ValueError):
-    """A line or a row that holds no document."""
 
 
 class DocumentReader:
@@ -239,13 +238,7 @@ class DocumentReader:
             raise BadRecordError("has no message of the assistant")
         messages = messages[: last + 1]
         whole = chat.render(messages, add_generation_prompt=False)
-        try:
-            spans = reply_spans(chat, messages, whole)
-        except TooManyRepliesError as error:
-            raise BadRecordError(
-                f"has {error.args[0]:,} replies of the assistant, more than the {MAX_REPLIES} that are read"
-                " where the chat template changes earlier turns"
-            ) from error
+        spans = reply_spans(chat, messages, whole)
         if not spans:
             raise BadRecordError("has no reply that the chat template writes after its own beginning of it")
         encoding = self.tokenizer.encoding(whole, add_special_tokens=False)

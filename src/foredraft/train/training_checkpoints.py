@@ -94,9 +94,8 @@ class Journal:
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **figures}) + "\n")
             for name, value in figures.items() if self._board is not None else ():
-                values = {name: value} if isinstance(value, float | int) else _numbered(name, value)
-                for each, number in values.items():
-                    self._board.add_scalar(each, number, step)
+                for number, each in enumerate(value, 1) if isinstance(value, list) else [("", value)]:
+                    self._board.add_scalar(f"{name}/{number}".rstrip("/"), each, step)
 
     def close(self) -> None:
         """Write what TensorBoard's part holds back."""
@@ -107,10 +106,6 @@ class Journal:
     def _writing(self) -> AbstractContextManager[None]:
         problem = f"in which {FILE} or {FOLDER} cannot be written"
         return errors_named(self.file.parent, "work", MAKE_ROOM, problem)
-
-
-def _numbered(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}/{number}": value for number, value in enumerate(values, 1)}
 
 
 @dataclass(slots=True)

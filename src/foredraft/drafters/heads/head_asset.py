@@ -15,7 +15,6 @@ from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
 from foredraft.errors import CheckpointError, Option
 from foredraft.model.config import read_json
 from foredraft.model.gguf.file import architecture_of
-from foredraft.model.gguf.tensors import GGUFModel
 from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
 from foredraft.model.source import weights_to_come
 from foredraft.model.spec import CONFIG
@@ -118,6 +117,8 @@ def is_dspark(place: Path) -> bool:
 def _block_kind(place: Path) -> str | None:
     """Return the drafter of the block drafter's head in a folder or a GGUF file; None for another place."""
     if architecture_of(place) == "dflash":
+        from foredraft.model.gguf.tensors import GGUFModel
+
         try:
             return "dspark" if BIAS in GGUFModel(place, lists=False).tensors else "dflash"
         except CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,11 +23,11 @@ from foredraft.drafters.heads.record import (
     T2D,
     HeadFiles,
     HeadRecord,
-    HeadTensors,
     Record,
     draft_ids,
     layer_name,
     map_of,
+    target_rows,
 )
 from foredraft.drafters.heads.settings import described_head, with_settings
 from foredraft.drafters.states import WaitingReader
@@ -39,7 +40,7 @@ from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
 from foredraft.model.runner.compiled import pack
-from foredraft.model.runner.native import fits, is_native, pack_native
+from foredraft.model.runner.native import fits, pack_native
 from foredraft.model.spec import ModelSpec, Plan
 
 Head = TypeVar("Head")
@@ -65,7 +66,9 @@ class HeadBuilder:
 
     record: HeadRecord  # the head
     shapes: Shapes  # the shape of each of its tensors, by name
-    tensors: HeadTensors  # gives them
+    load_joined: Callable[
+        [Shapes], Tensor
+    ]  # gives them, those of one call joined along their first dimension
     target: Decoder  # the target's decoder
     product: Callable[[Tensor, Tensor | None], Product]  # makes a linear layer of weight [M, K] and bias [M]
     draft_vocab: Tensor | None  # the target's ids that it can draft, [draft_vocab]; None: all
@@ -73,7 +76,7 @@ class HeadBuilder:
     projections: Callable[[HeadBuilder, Sequence[str]], Product] | None = None
 
     def load(self, names: Sequence[str]) -> Tensor:
-        return self.tensors.load({name: self.shapes[name] for name in names})
+        return self.load_joined({name: self.shapes[name] for name in names})
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.load([f"{name}.weight"]), self.record.spec.norm_eps)
@@ -117,13 +120,9 @@ class HeadBuilder:
         """Return the head: its own, or the target's rows of its draft vocabulary."""
         if self.record.own_head:
             return self.linear(HEAD.removesuffix(".weight"))
-        decoder, ids = self.target, self.draft_vocab
-        head = decoder.output
-        if ids is None:
-            return head
-        if is_native(head):
-            return self.product(head.rows(ids), None)
-        return self.product(decoder.embedding_rows(ids) if decoder.spec.tied else head.dense()[ids], None)
+        if self.draft_vocab is None:
+            return self.target.output
+        return self.product(target_rows(self.target, self.draft_vocab), None)
 
     def embedding(self) -> Tensor | None:
         """Return its own embedding; None where that is the target's, to the bit, or is not there."""
@@ -160,7 +159,7 @@ def load_head(files: HeadFiles[Record], target: Runner, build: Callable[[HeadBui
             absolute=record.absolute_d2t,
         )  # fmt: skip
         product = partial(packed_product, target)
-        return build(HeadBuilder(record, files.shapes, tensors, decoder, product, draft_vocab))
+        return build(HeadBuilder(record, files.shapes, tensors.load, decoder, product, draft_vocab))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +172,10 @@ class HeadCache:
     @classmethod
     def of(cls, spec: ModelSpec, kv: KVCache) -> Self:
         return cls(kv, rope_tables(spec, kv.stored, kv.device, kv.dtype))
+
+    def attended(self, end: int) -> int:
+        """Return the length to which a pass attends that ends at a position."""
+        return min(self.kv.stored, math.ceil(end / ATTENDED) * ATTENDED)
 
     def context(
         self, spec: ModelSpec, width: int, length: int, starts: Sequence[int], counts: Sequence[int],

@@ -24,6 +24,7 @@ from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import CheckpointTensors, Shapes
 from foredraft.model.decoder import Decoder
+from foredraft.model.runner.native import is_native
 from foredraft.model.spec import ModelSpec
 
 
@@ -72,7 +73,17 @@ def map_of(draft_vocab: Tensor | None, target: Decoder) -> VocabularyMap | None:
     """Return the map from a head's logits to the target's ids; None where output i is id i."""
     if draft_vocab is None:
         return None
-    return VocabularyMap.of_draft_vocab(draft_vocab.tolist(), target.spec.vocab_size, target.device)
+    pairs = [(id, output) for output, id in enumerate(draft_vocab.tolist())]
+    return VocabularyMap(pairs, (target.spec.vocab_size, len(pairs)), 0, target.device)
+
+
+def target_rows(target: Decoder, ids: Tensor) -> Tensor:
+    """Return the rows [n, hidden] of the target's head for some ids."""
+    head = target.output
+    if is_native(head):
+        return head.rows(ids)
+    # a head that oneDNN packs is copied to be read
+    return target.embedding_rows(ids) if target.spec.tied else head.dense()[ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +260,10 @@ ONE_HEAD = "take both files from one head"
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # the stored dtype and shape of each tensor, by name
 
 
-class HeadTensors(Protocol):
-    """Gives the tensors of a head by name, those of one call joined along their first dimension."""
-
-    def load(self, shapes: Shapes) -> Tensor: ...
-
-
-class HeadSource(HeadTensors, Protocol):
+class HeadSource(Protocol):
     """Gives the tensors of a head's files; it checks shapes and dtypes as `CheckpointTensors` does."""
+
+    def load(self, shapes: Shapes) -> Tensor: ...  # joined along their first dimension
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> Tensor:
         """Return a tensor as it is stored; the caller must not keep it."""
