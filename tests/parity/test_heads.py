@@ -14,8 +14,8 @@ from torch import Tensor
 import foredraft
 from foredraft import LLM, SamplingParams, loading
 from foredraft.decode.policy import Fixed
+from foredraft.drafters.assets import is_dflash, is_dspark, is_eagle3
 from foredraft.drafters.heads.configs import read_block, read_eagle3
-from foredraft.drafters.heads.head_asset import is_dflash, is_dspark, is_eagle3
 from foredraft.drafters.heads.record import draft_ids
 from tests.support import blocks
 from tests.support.checkpoints import reference_model

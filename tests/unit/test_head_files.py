@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import foredraft
+from foredraft.drafters.assets import is_eagle, is_eagle3_gguf, is_medusa
 from foredraft.drafters.heads.configs import read_eagle
 from foredraft.drafters.heads.gguf_files import read_gguf
-from foredraft.drafters.heads.head_asset import is_eagle, is_eagle3_gguf, is_medusa
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
 from foredraft.drafters.medusa import read_medusa
 from tests.parity.test_heads import KEYS, V

@@ -12,7 +12,7 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams
-from foredraft.drafters import self_assets as low_bit
+from foredraft.drafters import assets as low_bit
 from foredraft.drafters.asset import OFFER
 from foredraft.kernels.compilation import library
 from foredraft.loading import checkpoints

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.head_asset import MEDUSA, refuse_pickles
+from foredraft.drafters.assets import MEDUSA, refuse_pickles
 from foredraft.drafters.heads.layers import TimedPass, packed_product
 from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
 from foredraft.drafters.states import LastStateReader, states_spec

@@ -17,8 +17,8 @@ from torch import Tensor
 from foredraft import demo
 from foredraft.bench.contenders import module
 from foredraft.bench.llama_cpp import DTYPES, add_vocabulary, interleaved
+from foredraft.drafters.assets import is_eagle3
 from foredraft.drafters.heads.configs import OTHERS
-from foredraft.drafters.heads.head_asset import is_eagle3
 from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, HeadRecord
 from foredraft.drafters.heads.writing import (
     StoredHead,

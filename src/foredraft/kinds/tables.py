@@ -108,7 +108,7 @@ def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
 
 def _head(summary: str, asset: str) -> DrafterKind:
     """Return the line of a drafter whose weights are a head of the target."""
-    found = _asset("heads.head_asset", asset)
+    found = _asset("assets", asset)
     return DrafterKind(summary, found, given_by="draft", autoregressive=True)
 
 
@@ -144,19 +144,19 @@ DRAFTERS: dict[str, DrafterKind] = {
     "gemma4-assistant": _head("Google's own drafter for a Gemma 4", "ASSISTANT_ASSET"),
     "layer-skip": DrafterKind(
         "the model itself without some of its layers",
-        _asset("self_assets", "PLAN_ASSET"),
+        _asset("assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
     ),
     "kangaroo": DrafterKind(
         "its first layers and a trained adapter",
-        _asset("self_assets", "ADAPTER_ASSET"),
+        _asset("assets", "ADAPTER_ASSET"),
         given_by="adapter",
         autoregressive=True,
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
-        _asset("self_assets", "COPY_ASSET"),
+        _asset("assets", "COPY_ASSET"),
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
         autoregressive=True,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from foredraft.drafters.assets import is_dflash, is_eagle3
 from foredraft.drafters.heads.configs import (
     FIRST_LAYERS,
     MOST_SLOTS,
@@ -18,7 +19,6 @@ from foredraft.drafters.heads.configs import (
     layers_of,
     read_eagle3,
 )
-from foredraft.drafters.heads.head_asset import is_dflash, is_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, default_aux_layers, spread_aux_layers
 from foredraft.drafters.heads.settings import SETTINGS, with_settings
 from foredraft.drafters.heads.writing import (

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foredraft.drafters.heads.head_asset import DFLASH, architectures_of, refuse_pickles
+from foredraft.drafters.assets import DFLASH, architectures_of, refuse_pickles
 from foredraft.drafters.heads.record import (
     EMBEDDING,
     HEAD,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.drafters.assets import BIAS
 from foredraft.drafters.heads.configs import (
     OF_THE_HEAD,
     block_record,
@@ -28,7 +29,6 @@ from foredraft.drafters.heads.configs import (
     eagle3_record,
     layers_of,
 )
-from foredraft.drafters.heads.head_asset import BIAS
 from foredraft.drafters.heads.record import (
     CONFIDENCE,
     D2T,

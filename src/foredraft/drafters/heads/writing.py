@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from foredraft.drafters.assets import DFLASH
 from foredraft.drafters.heads.configs import (
     AUX_LAYERS,
     EAGLE,
@@ -25,7 +26,6 @@ from foredraft.drafters.heads.configs import (
     SPECULATORS,
     read_eagle3,
 )
-from foredraft.drafters.heads.head_asset import DFLASH
 from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.heads.settings import with_settings
 from foredraft.errors import CheckpointError, ConfigError
