@@ -11,11 +11,11 @@ import foredraft
 from foredraft import LLM
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.policy import Policy
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_model import STRETCH, DraftModel
 from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.lookup import Lookup, PredictedOutputs
-from foredraft.drafters.retokenize import STRETCH, Retokenize
+from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.verify.sampler import PlainTarget
 from tests.exactness.test_bits import VOCABULARY, save_pair

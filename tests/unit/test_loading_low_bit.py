@@ -13,7 +13,7 @@ import pytest
 import foredraft
 from foredraft import SamplingParams
 from foredraft.drafters import assets as low_bit
-from foredraft.drafters.asset import OFFER
+from foredraft.drafters.assets import OFFER
 from foredraft.kernels.compilation import library
 from foredraft.loading import checkpoints
 from foredraft.loading.inspection import inspect_models

@@ -98,7 +98,7 @@ def test_one_sentence_says_when_auto_makes_a_copy_in_few_bits() -> None:
     """The help, `load` and the pages say it as `info` and the notice do, which read it from its place."""
     import foredraft
     from foredraft.cli.commands import app
-    from foredraft.drafters.asset import OFFER
+    from foredraft.drafters.assets import OFFER
 
     pages = ["docs/guides/drafters.md", "docs/guides/fewer-bits.md"]
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages}

@@ -171,11 +171,4 @@ def say_made_for_base(what: str) -> None:
     )  # fmt: skip
 
 
-STRETCH = 2  # tokens of another tokenizer for each of the target's: few split text more finely
-DEFAULT_COPY = "int4"
-LEAST = 2**27  # bytes of the smallest target that gets one: a smaller one lies in the processor's caches
-SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
-OFFER = (
-    f"auto makes a copy in 4 bits by itself where a model of 16 or 32 bits takes {LEAST >> 20} MiB or more,"
-    f" runs on the CPU kernels, and leaves memory for {SHARE} copies free"
-)
+DEFAULT_COPY = "int4"  # of the target's weights

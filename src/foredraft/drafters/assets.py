@@ -15,17 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft import user_cache
-from foredraft.drafters.asset import (
-    DEFAULT_COPY,
-    LEAST,
-    OFFER,
-    SHARE,
-    Asset,
-    AssetSearch,
-    Found,
-    Missing,
-    any_kept,
-)
+from foredraft.drafters.asset import DEFAULT_COPY, Asset, AssetSearch, Found, Missing, any_kept
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.config import read_json
 from foredraft.model.gguf.file import architecture_of
@@ -247,6 +237,14 @@ class PlanAsset(Asset):
             planned=planned, about=f"the {kept}plan {skips}",
             build=lambda parts: LayerSkip(parts.target, parts.cache, skips, planned),
         )  # fmt: skip
+
+
+LEAST = 2**27  # bytes of the smallest target that gets a copy: a smaller one lies in the processor's caches
+SHARE = 4  # it takes at most this fraction of the memory that the weights leave, 1 / SHARE
+OFFER = (
+    f"auto makes a copy in 4 bits by itself where a model of 16 or 32 bits takes {LEAST >> 20} MiB or more,"
+    f" runs on the CPU kernels, and leaves memory for {SHARE} copies free"
+)
 
 
 class CopyAsset(Asset):

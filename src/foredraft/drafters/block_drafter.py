@@ -22,12 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.heads.configs import read_block
-from foredraft.drafters.heads.layers import (
-    HeadBuilder,
-    HeadCache,
-    HeadDrafter,
-    load_head,
-)
+from foredraft.drafters.heads.layers import HeadBuilder, HeadCache, HeadDrafter, load_head
 from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
 from foredraft.drafters.states import WaitingStates, by_row
 from foredraft.model.attention import additive_mask, at_columns, attend, inject

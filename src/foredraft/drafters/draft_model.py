@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import STRETCH, Asset, AssetSearch, Found, Missing, Parts
+from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Parts
 from foredraft.errors import ConfigError, Option
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.checkpoint import Checkpoint
@@ -124,6 +124,7 @@ def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
     return first == second
 
 
+STRETCH = 2  # tokens of another tokenizer for each of the target's: few split text more finely
 GIVE_DRAFT = ("give ", Option("draft"))
 
 
@@ -263,9 +264,11 @@ def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> DraftModel:
 
 
 def _build_retokenize(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Drafter:
-    from foredraft.drafters import retokenize
+    from foredraft.drafters.retokenize import Retokenize
 
-    return retokenize.build(parts, draft)
+    [runner] = parts.models
+    assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
+    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)
 
 
 ASSET = DraftCheckpoint(_build)

@@ -27,13 +27,7 @@ from torch import Tensor
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.heads.configs import read_eagle, read_eagle3
-from foredraft.drafters.heads.layers import (
-    HeadBuilder,
-    HeadCache,
-    HeadDrafter,
-    PairNorm,
-    load_head,
-)
+from foredraft.drafters.heads.layers import HeadBuilder, HeadCache, HeadDrafter, PairNorm, load_head
 from foredraft.drafters.heads.record import HeadFiles, HeadRecord
 from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, states_spec
 from foredraft.model.attention import ForwardContext, at_columns, attend

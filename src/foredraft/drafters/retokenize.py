@@ -25,10 +25,8 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass, ModelFreeDrafter
 from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import STRETCH, Parts
 from foredraft.errors import is_fault
 from foredraft.model.byte_codec import ByteCodec, characters
-from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer
@@ -346,10 +344,3 @@ class Retokenize(ModelFreeDrafter):
     def _empty(self, row: int) -> None:
         self.cache.zero_row(row)
         self._rows[row].clear()
-
-
-def build(parts: Parts, draft: Checkpoint) -> Retokenize:
-    """Return the drafter over a draft model that was found to have another tokenizer."""
-    [runner] = parts.models
-    assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
-    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)

@@ -11,17 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import date
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypeAlias,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import is_no_file
@@ -31,8 +21,8 @@ from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Bound: TypeAlias = tuple[Callable[[Any], bool], str]  # test of a value; the accepted values, for messages
-Count: TypeAlias = Annotated[int, "of 1 or more"]  # of a field whose whole number is at least 1
+Bound = tuple[Callable[[Any], bool], str]  # test of a value; the accepted values, for messages
+Count = Annotated[int, "of 1 or more"]  # of a field whose whole number is at least 1
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -52,7 +42,7 @@ def as_record(kind: type[T], found: Mapping[str, Any], *, defaults: bool = True)
         if name in found:
             try:
                 values[name] = _read(found[name], hint)
-            except _Mismatch:
+            except ValueError:
                 raise FieldError(f"whose {name} is {shortened(found[name])}, not {_words(hint)}") from None
         elif not defaults or (each.default is MISSING and each.default_factory is MISSING):
             raise FieldError(f"whose {name} is missing, not {_words(hint)}")
@@ -103,12 +93,11 @@ class StrictRecord:
         return ConfigError(problem, option=self.option, value=str(file), remedy=remedy or self.remedy)
 
 
-class _Mismatch(Exception):
-    """A value is not of the annotated type."""
-
-
 def _read(value: Any, hint: Any) -> Any:
-    """Return a value as its annotation has it: lists become tuples, objects become records."""
+    """Return a value as its annotation has it: lists become tuples, objects become records.
+
+    ValueError: it is not of that type.
+    """
     if hint is Any:
         return value
     if get_origin(hint) in (Union, types.UnionType):
@@ -121,7 +110,7 @@ def _read(value: Any, hint: Any) -> Any:
         return as_record(hint, value)
     if _is(value, hint):
         return value
-    raise _Mismatch
+    raise ValueError
 
 
 def _is(value: Any, hint: Any) -> bool:

@@ -22,13 +22,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.assets import BIAS
-from foredraft.drafters.heads.configs import (
-    OF_THE_HEAD,
-    block_record,
-    dflash_2,
-    eagle3_record,
-    layers_of,
-)
+from foredraft.drafters.heads.configs import OF_THE_HEAD, block_record, dflash_2, eagle3_record, layers_of
 from foredraft.drafters.heads.record import (
     CONFIDENCE,
     D2T,

@@ -16,16 +16,11 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
 from foredraft.drafters.heads.record import (
-    D2T,
     EMBEDDING,
     HEAD,
-    MAP_DTYPES,
-    T2D,
     HeadFiles,
     HeadRecord,
     Record,
-    draft_ids,
-    layer_name,
     map_of,
     target_rows,
 )
@@ -91,7 +86,7 @@ class HeadBuilder:
         return self.product(weight, self.load([f"{name}.bias" for name in names]) if has_bias else None)
 
     def layers(self) -> tuple[Layer, ...]:
-        return tuple(self._layer(layer_name(self.record, index)) for index in range(self.record.spec.layers))
+        return tuple(self._layer(self.record.layer_name(index)) for index in range(self.record.spec.layers))
 
     def _layer(self, name: str) -> Layer:
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -145,21 +140,11 @@ def packed_product(target: Runner, weight: Tensor, bias: Tensor | None = None) -
 
 def load_head(files: HeadFiles[Record], target: Runner, build: Callable[[HeadBuilder], Head]) -> Head:
     """Return a head that is built of its files, whose weights are read in the target's dtype."""
-    decoder, record = target.decoder, files.record
+    decoder = target.decoder
     with ExitStack() as stack:
         tensors = files.open(stack, decoder.device, decoder.dtype)
-        d2t, t2d = (
-            tensors.view(name, files.shapes[name], MAP_DTYPES[name]).long().clone()
-            if name in files.shapes
-            else None
-            for name in (D2T, T2D)
-        )
-        draft_vocab = draft_ids(
-            str(files.folder), record.draft_vocab_size, record.spec.vocab_size, d2t, t2d,
-            absolute=record.absolute_d2t,
-        )  # fmt: skip
-        product = partial(packed_product, target)
-        return build(HeadBuilder(record, files.shapes, tensors.load, decoder, product, draft_vocab))
+        product, draft_vocab = partial(packed_product, target), files.draft_vocab(tensors)
+        return build(HeadBuilder(files.record, files.shapes, tensors.load, decoder, product, draft_vocab))
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,9 @@ class HeadRecord:
         """As `Drafter.longest_draft`."""
         return 0
 
+    def layer_name(self, index: int) -> str:
+        return self.layer if index == 0 else f"layers.{index}"
+
     def windowed(self, window: int) -> Self:
         """Return the record with a window of so many positions in every layer."""
         return replace(self, spec=replace(self.spec, windows=(window,) * self.spec.layers))
@@ -285,6 +288,15 @@ class HeadFiles(Generic[Record]):
             return self.source(device, dtype)
         return CheckpointTensors(self.folder, stack, device, dtype)
 
+    def draft_vocab(self, tensors: HeadSource) -> Tensor | None:
+        """Return the target's ids that the head can draft, [draft_vocab]; None where it can draft all."""
+        d2t, t2d = (
+            tensors.view(name, self.shapes[name], dtypes).long().clone() if name in self.shapes else None
+            for name, dtypes in MAP_DTYPES.items()
+        )
+        record, sizes = self.record, (self.record.draft_vocab_size, self.record.spec.vocab_size)
+        return draft_ids(str(self.folder), *sizes, d2t, t2d, absolute=record.absolute_d2t)
+
     @property
     def parameters(self) -> int:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in MAP_DTYPES)
@@ -361,13 +373,9 @@ def head_shapes(
 JOINTS = {"gated": (f"{MARKOV}.gate_proj", 1, 0), "rnn": (f"{MARKOV}.joint_proj", 3, 1)}
 
 
-def layer_name(record: HeadRecord, index: int) -> str:
-    return record.layer if index == 0 else f"layers.{index}"
-
-
 def _add_layer(record: HeadRecord, index: int, parts: dict[str, tuple[int, ...]], biased: set[str]) -> None:
     """Add the norms and the products of a layer; that of EAGLE-3 which is first reads pairs."""
-    spec, name = record.spec, layer_name(record, index)
+    spec, name = record.spec, record.layer_name(index)
     size, inner, attention, mlp = spec.hidden_size, spec.intermediate_size, f"{name}.self_attn", f"{name}.mlp"
     pairs = index == 0 and not record.pair_fc and not isinstance(record, BlockRecord)
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
