@@ -14,8 +14,7 @@ import foredraft
 from foredraft.bench.measurement import measure_costs
 from foredraft.cli import main
 from foredraft.cli.render import STAGES, ProgressLines
-from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips, find_plan, model_hash, read_plan
 from foredraft.llm.loaded import Loaded
 from foredraft.tune import finals
 from foredraft.tune import run as run_module

@@ -12,7 +12,7 @@ from foredraft.decode.drafter import DraftPass
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.drafters.states import KnownStates
 from tests.exactness import test_layer_skip as layer_skip
 from tests.exactness.test_bits import PROMPTS, check_cache

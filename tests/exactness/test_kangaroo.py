@@ -20,7 +20,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.drafters import states
 from foredraft.drafters.kangaroo import Kangaroo, load_adapter, read_adapter
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.model.runner import Resume
 from tests.exactness import test_bits as bits
 from tests.exactness.head_checks import check_caches, check_fused_drafts, check_seeds, rows_of

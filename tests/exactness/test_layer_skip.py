@@ -17,7 +17,7 @@ import foredraft
 from foredraft import LLM, ConfigError, SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.model.runner import Resume
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.run import _check_layers as check_layers

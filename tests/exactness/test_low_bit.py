@@ -14,7 +14,7 @@ import foredraft
 from foredraft import LLM, ConfigError, SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.layer_skip import LayerSkip, LowBit, low_bit_copy
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.kernels.compilation import library
 from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation import quantise

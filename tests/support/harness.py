@@ -22,7 +22,7 @@ from foredraft.drafters.asset import AssetSearch, Found, Parts
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import Lookup, PredictedOutputs
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.kinds.compatibility import asset_options
 from foredraft.kinds.tables import DRAFTERS as KINDS
 from foredraft.model.checkpoint import Checkpoint

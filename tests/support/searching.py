@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench.settings import TuneSettings
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.tune import search
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage, optuna

@@ -17,6 +17,7 @@ from foredraft import CheckpointError, ConfigError
 from foredraft.drafters.asset import any_kept
 from foredraft.drafters.plan_files import (
     PlanFile,
+    Skips,
     find_plan,
     keep_plan,
     model_hash,
@@ -24,7 +25,6 @@ from foredraft.drafters.plan_files import (
     read_plan,
     write_plan,
 )
-from foredraft.drafters.skips import Skips
 from foredraft.tune.finals import replaced_plan_note
 from tests.support.checkpoints import save_checkpoint
 from tests.support.foreign import NOT_PRIVATE

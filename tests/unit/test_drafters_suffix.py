@@ -14,7 +14,7 @@ from hypothesis import given
 
 import foredraft
 from foredraft.decode.sequence import Finish
-from foredraft.drafters import lookup as module
+from foredraft.drafters.assets import DEFAULT_MIB
 from foredraft.drafters.lookup import LONGEST_MATCH, OCCURRENCES, Matches, TextIndex
 from foredraft.drafters.recent_texts import (
     CONTEXT,
@@ -245,7 +245,7 @@ def test_it_drafts_only_where_it_is_asked_for(big: Path, tmp_path: Path) -> None
         ({"drafter": "suffix"}, 0, LONGEST_DRAFT),
         ({"recent_texts": 3}, 3, 5),  # the default drafter is another one
         ({"recent_texts": 1, "policy": "auto"}, 1, LONGEST_DRAFT),
-        ({"texts_file": tmp_path / "texts"}, module.DEFAULT_MIB, 5),
+        ({"texts_file": tmp_path / "texts"}, DEFAULT_MIB, 5),
         ({"texts_file": str(tmp_path / "texts"), "recent_texts": 0}, 0, 5),
     ):
         with load(big, **options) as llm:

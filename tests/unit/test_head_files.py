@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import foredraft
-from foredraft.drafters.assets import is_eagle, is_eagle3_gguf, is_medusa
+from foredraft.drafters.assets import EAGLE3_ASSET, is_eagle, is_medusa
 from foredraft.drafters.heads.configs import read_eagle
 from foredraft.drafters.heads.gguf_files import read_gguf
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
@@ -201,8 +201,10 @@ def test_an_eagle_head_is_told_from_other_folders(target: Path, tmp_path: Path) 
 def test_a_gguf_head_is_told_from_a_model(target: Path, tmp_path: Path) -> None:
     keys = {"target_layers": None, "extract_layers": AUX}
     file = save_gguf_head(tmp_path / "head.gguf", "gguf", V, keys=keys)
-    assert is_eagle3_gguf(file) and read_gguf(file).record.aux_layers == tuple(AUX)
-    assert not is_eagle3_gguf(write_gguf(target, tmp_path / "model.gguf")) and not is_eagle3_gguf(target)
+    assert EAGLE3_ASSET.knows(file) and read_gguf(file).record.aux_layers == tuple(AUX)
+    assert not EAGLE3_ASSET.knows(write_gguf(target, tmp_path / "model.gguf")) and not EAGLE3_ASSET.knows(
+        target
+    )
     llm = foredraft.load(target, draft=file, **LOAD)
     assert llm.default_drafter == "eagle3" and engine_of(llm).drafters["eagle3"].aux_layers == tuple(AUX)
     write_settings(file, HeadSettings(tap_shift=1))

@@ -23,8 +23,7 @@ from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Round
 from foredraft.drafters.asset import Nothing
 from foredraft.drafters.lookup import Lookup
-from foredraft.drafters.plan_files import PlanFile, keep_plan, plan_place, write_plan
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import PlanFile, Skips, keep_plan, plan_place, write_plan
 from foredraft.kernels.compilation import library
 from foredraft.kinds.tables import DRAFTERS, POLICIES, DrafterKind, PolicyKind
 from foredraft.loading import load_for, options_for

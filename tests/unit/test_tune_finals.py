@@ -15,7 +15,7 @@ from foredraft.bench.bench_records import Spread
 from foredraft.bench.measurement import measure_costs
 from foredraft.bench.settings import TuneSettings
 from foredraft.decode.stats import Stats
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
 from foredraft.tune.finals import Agreement, decode_finalists

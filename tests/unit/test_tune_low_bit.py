@@ -16,8 +16,7 @@ from foredraft.cli import main
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LowBit, low_bit_copy
-from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips, find_plan, model_hash, read_plan
 from foredraft.kernels.compilation import library
 from foredraft.model.runner import Runner
 from foredraft.tune import finals

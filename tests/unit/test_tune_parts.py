@@ -19,8 +19,7 @@ from foredraft import LLM, SamplingParams, user_cache
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
 from foredraft.cli.bench import tune_lines
 from foredraft.drafters.lookup import repeated
-from foredraft.drafters.plan_files import model_hash
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips, model_hash
 from foredraft.errors import ConfigError
 from foredraft.model.runner import DraftInputs
 from foredraft.model.source import ModelSource

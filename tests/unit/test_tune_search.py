@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from foredraft.bench.settings import SAMPLERS, TuneSettings
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
 from foredraft.tune import study as study_module

@@ -17,7 +17,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import teacher_forced as teacher_forced_module
 from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, ExpectedRounds, TeacherForced

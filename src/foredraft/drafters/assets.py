@@ -1,4 +1,4 @@
-"""The assets of heads, and of drafters over the target's own layers: a plan, a copy in few bits, an adapter.
+"""The assets of heads, of texts, and of drafters over the target's own layers: a plan, a copy, an adapter.
 Which head a folder or a GGUF file holds, as its small files say.
 
 Nothing here reads weights. A drafter's file is imported once its asset is there, and the file of plans or
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft import user_cache
-from foredraft.drafters.asset import DEFAULT_COPY, Asset, AssetSearch, Found, Missing, any_kept
+from foredraft.drafters.asset import DEFAULT_COPY, Asset, AssetSearch, Found, Missing, Parts, any_kept
 from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.config import read_json
 from foredraft.model.gguf.file import architecture_of
@@ -29,6 +29,7 @@ from foredraft.model.weights import coded_copy_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from foredraft.drafters.plan_files import ChosenPlan
+    from foredraft.drafters.recent_texts import Suffix
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,6 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
 
 def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
-
-
-def not_downloaded(head: Path) -> bool:
-    """Return whether a head is a folder of the hub's cache whose weights were not fetched."""
-    return head.is_dir() and not has_weights(head) and _pickle(head) is None and weights_to_come(head)
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -97,10 +93,6 @@ def is_eagle3(place: Path) -> bool:
     named = not EAGLE3.isdisjoint(architectures_of(config))
     block = "block_size" in config or DFLASH in config
     return named or (config.get("num_hidden_layers") == 1 and "draft_vocab_size" in config and not block)
-
-
-def is_eagle3_gguf(place: Path) -> bool:
-    return architecture_of(place) == "eagle3"
 
 
 def is_eagle(place: Path) -> bool:
@@ -155,11 +147,6 @@ def is_medusa(place: Path) -> bool:
     return named or any((place / name).is_file() for name in (MEDUSA, MEDUSA_PICKLE))
 
 
-def is_assistant(place: Path) -> bool:
-    """Return whether a folder holds an assistant, sound or not, as its config.json says."""
-    return place.is_dir() and config_of(place).get("model_type") in ASSISTANTS
-
-
 class HeadAsset(Asset):
     """A head: the folder, GGUF file or hub id that the user gives as the draft model."""
 
@@ -188,7 +175,8 @@ class HeadAsset(Asset):
         if not self.knows(place):
             called = self.called.removeprefix("an ").removeprefix("a ")
             return replace(self.missing, unfit=f"{place} is a whole model, and no {called}")
-        if self.reads_headers and not_downloaded(place):
+        reads = self.reads_headers and place.is_dir() and not has_weights(place) and _pickle(place) is None
+        if reads and weights_to_come(place):  # a folder of the hub's cache without its weights
             return replace(self.missing, unfit=f"the weights of {place} are not downloaded")
         file, name = self.drafter.split(":")
         found: Found = getattr(import_module(f"foredraft.drafters.{file}"), name).found(place, search.target)
@@ -197,14 +185,17 @@ class HeadAsset(Asset):
 
 EITHER = "its folder or GGUF file"
 EAGLE3_ASSET = HeadAsset(
-    "an EAGLE-3 head", EITHER, lambda place: is_eagle3(place) or is_eagle3_gguf(place), "eagle3:Eagle3"
-)
+    "an EAGLE-3 head", EITHER, lambda place: architecture_of(place) == "eagle3" or is_eagle3(place),
+    "eagle3:Eagle3",
+)  # fmt: skip
 EAGLE_ASSET = HeadAsset("an EAGLE-1 or EAGLE-2 head", "its folder", is_eagle, "eagle3:Eagle")
 MEDUSA_ASSET = HeadAsset("Medusa heads", "their folder", is_medusa, "medusa:Medusa")
 DFLASH_ASSET = HeadAsset("a DFlash head", EITHER, is_dflash, "block_drafter:DFlash")
 DSPARK_ASSET = HeadAsset("a DSpark head", EITHER, is_dspark, "block_drafter:DSpark")
 ASSISTANT_ASSET = HeadAsset(
-    "an assistant", "its folder or hub id", is_assistant, "gemma4_assistant:Gemma4Assistant",
+    "an assistant", "its folder or hub id",
+    lambda place: place.is_dir() and config_of(place).get("model_type") in ASSISTANTS,
+    "gemma4_assistant:Gemma4Assistant",
     needed="the model's assistant", reads_headers=False,
 )  # fmt: skip
 
@@ -222,14 +213,13 @@ class PlanAsset(Asset):
                 return Missing("has a kept plan or none: the weights that tell are not downloaded")
             if not any_kept("plans"):
                 return self.missing
-        from foredraft.drafters import plan_files
         from foredraft.drafters.layer_skip import LayerSkip
+        from foredraft.drafters.plan_files import PlanFile, fitting_plan, given_plan, kept_plan
 
-        given = plan_files.given_plan(search)
-        if isinstance(given, plan_files.PlanFile) and given.draft_weights is not None:
+        given = given_plan(search)
+        if isinstance(given, PlanFile) and given.draft_weights is not None:
             return self.missing  # it is a plan of a copy in few bits, whose drafter uses or refuses it
-        fitting = plan_files.fitting_plan
-        plan = plan_files.kept_plan(search) if given is None else fitting(given, search, warn=True)
+        plan = kept_plan(search) if given is None else fitting_plan(given, search, warn=True)
         if plan is None:
             return self.missing
         kept, skips, planned = "kept " if given is None else "", plan.skips, plan.max_draft
@@ -278,19 +268,15 @@ class CopyAsset(Asset):
         return _copy(search, BITS[weights], plan)
 
     def _offered(self, search: AssetSearch) -> Found | Missing:
-        """Return a copy that may pay, where the policy chooses among drafters and memory is ample.
-
-        The target is large then, of 16 or 32 bits, and leaves memory for several copies.
-        """
+        """Return a copy that may pay: of a large target of 16 or 32 bits that leaves memory for several."""
         bits, target = BITS[DEFAULT_COPY], search.target
         if not search.weights_here:
             return self.missing
         if search.choosing and target.coded_bits is None:
             models = [target, *(model for found in search.found for model in found.models)]
             sizes = [weight_bytes(model.spec, search.device, model.dtype) for model in models]
-            ample = sizes[0] >= LEAST and (
-                SHARE * coded_copy_bytes(target.spec, bits) <= search.free_memory() - sum(sizes)
-            )
+            several = SHARE * coded_copy_bytes(target.spec, bits)
+            ample = sizes[0] >= LEAST and several <= search.free_memory() - sum(sizes)
             if ample and _no_kernels_because(search) is None:
                 from foredraft.drafters import plan_files
 
@@ -332,9 +318,8 @@ def _unfit_because(search: AssetSearch, bits: int) -> str | None:
 
 def _no_kernels_because(search: AssetSearch) -> str | None:
     """Return why the kernels do not run the target; None where they run it. Their check takes memory."""
-    if not search.kernels:
-        return "they are off"
-    return unserved_because(search.target.spec, search.device, search.target.dtype)
+    spec, dtype = search.target.spec, search.target.dtype
+    return unserved_because(spec, search.device, dtype) if search.kernels else "they are off"
 
 
 class AdapterAsset(Asset):
@@ -361,14 +346,13 @@ class AdapterAsset(Asset):
         if given is None and shipped is None and not any_kept("adapters"):
             return self.missing
         from foredraft.drafters import kangaroo
-        from foredraft.drafters.kangaroo import check_made_for, kept_adapter, read_adapter
 
         try:
-            folder = kept_adapter(search.target.source) or shipped if given is None else Path(given)
+            folder = kangaroo.kept_adapter(search.target.source) or shipped if given is None else Path(given)
             if folder is None:
                 return self.missing
-            config = read_adapter(folder)
-            check_made_for(config, search.target)
+            config = kangaroo.read_adapter(folder)
+            kangaroo.check_made_for(config, search.target)
         except ConfigError as error:
             if search.needed or given is not None:
                 raise
@@ -382,4 +366,37 @@ class AdapterAsset(Asset):
         return kangaroo.found(folder, config, search.target, about)
 
 
-PLAN_ASSET, COPY_ASSET, ADAPTER_ASSET = PlanAsset(), CopyAsset(), AdapterAsset()
+DEFAULT_MIB = 64  # of memory for texts where a file of them is given: some 130,000 tokens
+
+
+class TextsAsset(Asset):
+    """Memory for texts. The drafter is there where the user asks for it, or for such memory."""
+
+    missing = Missing(
+        "is there only where it is asked for", ("name it, or give ", Option("recent_texts", DEFAULT_MIB))
+    )
+
+    def find(self, search: AssetSearch) -> Found | Missing:
+        mib, path = search.options["recent_texts"], search.options["texts_file"]
+        if mib is None and path is None and not search.needed:
+            return self.missing
+        most_bytes = (mib if mib is not None else 0 if path is None else DEFAULT_MIB) << 20
+        from foredraft.drafters.recent_texts import LONGEST_DRAFT, RecentTexts, Suffix, TextsFile
+
+        file = TextsFile.of(search.target, None if path is None else Path(path))
+        texts = file.read()
+
+        def build(parts: Parts) -> Suffix:
+            recent = RecentTexts(most_bytes)
+            for text in texts:
+                recent.add(*text)
+            return Suffix(recent, file)
+
+        return Found(
+            bytes=most_bytes if search.device.type == "cpu" else 0, planned=LONGEST_DRAFT,
+            longest_draft=LONGEST_DRAFT, about=f"its own text, and {most_bytes >> 20} MiB of recent ones",
+            build=build,
+        )  # fmt: skip
+
+
+PLAN_ASSET, COPY_ASSET, ADAPTER_ASSET, TEXTS_ASSET = PlanAsset(), CopyAsset(), AdapterAsset(), TextsAsset()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.drafters.states import KnownStates
 from foredraft.kernels.pool import Arena
 from foredraft.model.cache import KVCache

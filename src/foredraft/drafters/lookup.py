@@ -16,16 +16,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from foredraft.decode.drafter import ModelFreeDrafter, Peek
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing, Nothing, Parts
-from foredraft.errors import Option
-
-if TYPE_CHECKING:
-    from foredraft.drafters.recent_texts import Suffix
+from foredraft.drafters.asset import Nothing
 
 LONGEST_MATCH = 32  # tokens: longer matches count as equally long
 OCCURRENCES = 8  # that a search looks at, the latest ones: twice as many draft no better, and take longer
@@ -331,39 +326,3 @@ class PredictedOutputs(ModelFreeDrafter):
 
 
 PREDICTION_ASSET = Nothing(PredictedOutputs)
-
-
-DEFAULT_MIB = 64  # of memory for texts where a file of them is given: some 130,000 tokens
-
-
-class TextsAsset(Asset):
-    """Memory for texts. The drafter is there where the user asks for it, or for such memory."""
-
-    missing = Missing(
-        "is there only where it is asked for", ("name it, or give ", Option("recent_texts", DEFAULT_MIB))
-    )
-
-    def find(self, search: AssetSearch) -> Found | Missing:
-        mib, path = search.options["recent_texts"], search.options["texts_file"]
-        if mib is None and path is None and not search.needed:
-            return self.missing
-        most_bytes = (mib if mib is not None else 0 if path is None else DEFAULT_MIB) << 20
-        from foredraft.drafters.recent_texts import LONGEST_DRAFT, RecentTexts, Suffix, TextsFile
-
-        file = TextsFile.of(search.target, None if path is None else Path(path))
-        texts = file.read()
-
-        def build(parts: Parts) -> Suffix:
-            recent = RecentTexts(most_bytes)
-            for text in texts:
-                recent.add(*text)
-            return Suffix(recent, file)
-
-        return Found(
-            bytes=most_bytes if search.device.type == "cpu" else 0, planned=LONGEST_DRAFT,
-            longest_draft=LONGEST_DRAFT, about=f"its own text, and {most_bytes >> 20} MiB of recent ones",
-            build=build,
-        )  # fmt: skip
-
-
-TEXTS_ASSET = TextsAsset()

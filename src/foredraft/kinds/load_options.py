@@ -20,8 +20,7 @@ from foredraft.kinds.tables import DRAFTERS, POLICIES
 if TYPE_CHECKING:
     import torch
 
-    from foredraft.drafters.plan_files import PlanFile
-    from foredraft.drafters.skips import Skips
+    from foredraft.drafters.plan_files import PlanFile, Skips
 
 PlanSource: TypeAlias = "str | Path | PlanFile | Skips"
 # Stage, and how much of it is done, of how much.

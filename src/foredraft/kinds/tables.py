@@ -119,7 +119,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "lookup": DrafterKind("copies what followed the latest match before", _asset("lookup")),
     "suffix": DrafterKind(
         "copies after the longest match in any text",
-        _asset("lookup", "TEXTS_ASSET"),
+        _asset("assets", "TEXTS_ASSET"),
         reads=("recent_texts", "texts_file"),
         wanted_by={"recent_texts": 0},
     ),

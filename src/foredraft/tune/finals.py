@@ -27,8 +27,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip, LowBit
 from foredraft.drafters.lookup import repeated
-from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import PlanFile, Skips, find_plan, keep_plan, plan_place, write_plan
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, probe
 from foredraft.llm import LLM

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.bench.settings import Progress, Steps, TuneSettings, silent
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.model.runner import Resume
 from foredraft.model.spec import Plan

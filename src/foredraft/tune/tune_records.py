@@ -30,7 +30,7 @@ from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.drafters.strict_records import as_record
 from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Resume, Runner

@@ -35,7 +35,7 @@ from foredraft.decode.round_draft import AcceptResult, Draft, RoundInputs
 from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
 from foredraft.decode.scores import likeliest
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.drafters.skips import Skips
+from foredraft.drafters.plan_files import Skips
 from foredraft.errors import RequestError
 from foredraft.llm import LLM, Output
 from foredraft.llm.loaded import Loaded
