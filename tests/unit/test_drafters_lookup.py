@@ -58,18 +58,6 @@ def test_the_index_agrees_with_a_search(text: list[int], longest: int, most: int
         assert continuation(index, text[:end], most) == search(text[:end], longest, most)
 
 
-@given(tokens, st.integers(1, 4), st.data())
-def test_a_rewound_index_agrees_with_a_search(text: list[int], longest: int, data: st.DataObject) -> None:
-    index = TextIndex(range(1, longest + 1))
-    index.extend(text)
-    for _ in range(3):
-        end, more = data.draw(st.integers(0, len(text))), data.draw(tokens)
-        index.rewind(end)
-        index.extend(more)
-        text = [*text[:end], *more]
-        assert continuation(index, text, 5) == search(text, longest, 5)
-
-
 def matching(text: list[int], place: int) -> int:
     return next((n for n in range(place) if text[place - 1 - n] != text[len(text) - 1 - n]), place)
 

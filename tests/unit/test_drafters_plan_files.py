@@ -158,12 +158,6 @@ def test_a_plan_of_others_is_refused(change: str, cache: Path, monkeypatch: pyte
         find_plan(PLAN.model_hash)
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
-    PLAN.check(PLAN.model_hash, "tiny")
-    with pytest.raises(ConfigError, match="plan is for 'tiny', which is another model than big; make one"):
-        PLAN.check("b" * 64, "big")
-
-
 def test_the_hash_depends_on_config_and_tensors_only(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model")
     hash = model_hash(folder)

@@ -326,13 +326,6 @@ def test_dropped_texts_are_as_if_they_had_never_been(several: list[list[int]], t
         assert len(index._tokens) <= 2 * sum(len(each) + 1 for each in held) + 1
 
 
-def test_a_text_without_a_boundary_is_an_index_too() -> None:
-    index = TextIndex(RUNS)
-    index.extend([7, 8, 9, 7, 8])
-    assert index.search([7, 8], 9) == Matches(2, [[9, 7, 8]])
-    assert index.search([5], 9) == index.search([], 9) == Matches(0, [])
-
-
 def test_the_latest_occurrences_are_looked_at_and_long_matches_are_equally_long() -> None:
     index = made([[1, each] for each in range(2, 60)])
     assert [first for [first] in index.search([1], 1).continuations] == [*range(59, 59 - OCCURRENCES, -1)]

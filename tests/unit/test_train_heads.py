@@ -17,11 +17,13 @@ import foredraft
 from foredraft.drafters.heads import settings as head_settings
 from foredraft.drafters.heads.configs import FIRST_LAYERS, read_eagle3
 from foredraft.drafters.heads.settings import HeadSettings, write_settings
+from foredraft.drafters.kangaroo import read_adapter
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.train import trainers
 from foredraft.train.loop import drafts_of
+from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
-from foredraft.train.training_options import DFlashOptions, Eagle3Options
+from foredraft.train.training_options import AdapterOptions, DFlashOptions, Eagle3Options
 from tests.parity.test_head_training import block_student
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import BODY, LAYERS, save_head
@@ -36,9 +38,17 @@ class Kind:
     options: type
     given: dict[str, Any]
     student: Callable[[Path, FrozenTarget], Any]
+    option: str = "draft"  # that names the folder
+
+
+def adapter_student(folder: Path, target: FrozenTarget) -> AdapterStudent:
+    start, depth = load_file(folder / "model.safetensors"), read_adapter(folder).depth
+    vocabulary = start.pop("draft_vocabulary").tolist()
+    return AdapterStudent(target.spec, target.head_weight, start, depth, mlp=True, vocabulary=vocabulary)
 
 
 KINDS = {
+    "kangaroo": Kind(AdapterOptions, {"depth": 1}, adapter_student, option="adapter"),
     "eagle3": Kind(
         Eagle3Options,
         {"taps": (2, 3), "draft_length": GAMMA},
@@ -88,6 +98,7 @@ def test_the_loss_falls_and_the_acceptance_rises(trained: dict[str, Path], kind:
     losses = [each["loss"] for each in figures if "loss" in each]
     alphas = [each["alpha_by_position"] for each in figures if "alpha" in each]
     assert losses[-1] < 0.9 * losses[0] and alphas[-1][0] > alphas[0][0]
+    assert (trained[kind] / "work" / "tensorboard").is_dir()
 
 
 @pytest.mark.heavy
@@ -107,16 +118,18 @@ def test_a_run_goes_on_to_the_same_figures(model: Path, data: Path, tmp_path: Pa
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_validations_acceptance_is_decodings(model: Path, trained: dict[str, Path], kind: str) -> None:
+@pytest.mark.parametrize(("kind", "temperature"), [("kangaroo", 0.0), *((kind, 1.0) for kind in KINDS)])
+def test_the_validations_acceptance_is_decodings(
+    model: Path, trained: dict[str, Path], kind: str, temperature: float
+) -> None:
     target, head = FrozenTarget(model, CPU, torch.float32), trained[kind] / "head"
     llm = foredraft.load(
-        model, draft=head, drafter=kind, policy="fixed", max_draft=GAMMA, dtype="float32", device="cpu",
+        model, **{KINDS[kind].option: head}, drafter=kind, policy="fixed", max_draft=GAMMA, dtype="float32", device="cpu",
         max_batch=8, max_length=128,
     )  # fmt: skip
     student = KINDS[kind].student(head, target)
     sizes = {"gamma": GAMMA, "count": 32, "new": 40}
-    check_prediction(llm, student, target, temperature=1.0, windows_of=drafts_of, **sizes)
+    check_prediction(llm, student, target, temperature=temperature, windows_of=drafts_of, **sizes)
 
 
 # --- from a head ------------------------------------------------------------------------------------------
