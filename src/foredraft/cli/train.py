@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from foredraft.arguments import Declared, declared
+from foredraft.cli.commands import COMMANDS
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.options import OUTPUT, Flag, TargetOptions, bullets, common, load_options
 from foredraft.cli.render import started
@@ -88,18 +90,6 @@ def _with_help(each: Declared, kind: Any, groups: tuple[Group, ...]) -> Any:
     return Annotated[kind, Parameter(**how)]
 
 
-if TYPE_CHECKING:
-    AdapterArguments: TypeAlias = Namespace
-    Eagle3Arguments: TypeAlias = Namespace
-    DFlashArguments: TypeAlias = Namespace
-    DraftArguments: TypeAlias = Namespace
-else:
-    AdapterArguments = options_of(AdapterOptions, "depth")
-    Eagle3Arguments = options_of(Eagle3Options, "draft_vocabulary", "draft_length", "from_head")
-    DFlashArguments = options_of(DFlashOptions, "layers", "block", "draft_vocabulary")
-    DraftArguments = options_of(TrainedDraftOptions, "layers", "from_layers")
-
-
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True)
 class JsonOptions:
@@ -109,54 +99,41 @@ class JsonOptions:
     """Write a report with plots to this file, one self-contained page."""
 
 
-def adapter(
-    *,
-    options: AdapterArguments = AdapterArguments(),
-    model: TargetOptions = NONE,
-    output: JsonOptions = JsonOptions(),
-) -> int:
-    """Train the adapter of drafter kangaroo: one layer on top of the model's own first layers.
-
-    It learns the model's next-token distribution on your text. A run that ends, by Ctrl-C or otherwise, goes
-    on from its last checkpoint with the same command. Under torchrun several processes share the work.
-    """
-    return _run("adapter", options, model, output)
+GOES_ON = """A run that ends, by Ctrl-C or otherwise, goes on from its last checkpoint with the same command.
+Under torchrun several processes share the work."""
+HERE = "It is used with --draft, here and in other programs."
 
 
-def eagle3(
-    *, options: Eagle3Arguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
-) -> int:
-    """Train an EAGLE-3 head: one layer over the model's states at three depths, in the published format.
+def _command(what: str, learns: str, *marked: str) -> Callable[..., int]:
+    """Return the command of a kind of training, whose help shows the options that are marked, too."""
+    arguments = options_of(KINDS[what], *marked)
 
-    It learns the model's next-token distribution on your text, and to go on from its own states. It is used
-    with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
-    checkpoint with the same command. Under torchrun several processes share the work.
-    """
-    return _run("eagle3", options, model, output)
+    def run(*, options: Any, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()) -> int:
+        return _run(what, options, model, output)
 
-
-def dflash(
-    *, options: DFlashArguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
-) -> int:
-    """Train a DFlash head: it drafts a whole block in one pass, in the published format.
-
-    It learns the model's next-token distributions on your text, for all tokens of a draft at once. It is used
-    with --draft, here and in other programs. A run that ends, by Ctrl-C or otherwise, goes on from its last
-    checkpoint with the same command. Under torchrun several processes share the work.
-    """
-    return _run("dflash", options, model, output)
+    run.__doc__ = f"{COMMANDS[f'train {what}'].summary}\n\nIt learns {learns} {GOES_ON}"
+    run.__annotations__["options"] = arguments
+    if what == "adapter":  # it needs no option
+        run.__kwdefaults__ = {**(run.__kwdefaults__ or {}), "options": arguments()}
+    return run
 
 
-def draft(
-    *, options: DraftArguments, model: TargetOptions = NONE, output: JsonOptions = JsonOptions()
-) -> int:
-    """Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.
-
-    It learns the model's next-token distribution on your text, and is used with --draft, here and in other
-    programs. A run that ends, by Ctrl-C or otherwise, goes on from its last checkpoint with the same command.
-    Under torchrun several processes share the work.
-    """
-    return _run("draft", options, model, output)
+adapter = _command("adapter", "the model's next-token distribution on your text.", "depth")
+eagle3 = _command(
+    "eagle3",
+    f"the model's next-token distribution on your text, and to go on from its own states. {HERE}",
+    *("draft_vocabulary", "draft_length", "from_head"),
+)
+dflash = _command(
+    "dflash",
+    f"the model's next-token distributions on your text, for all tokens of a draft at once. {HERE}",
+    *("layers", "block", "draft_vocabulary"),
+)
+draft = _command(
+    "draft",
+    "the model's next-token distribution on your text, and is used with --draft, here and in other programs.",
+    *("layers", "from_layers"),
+)
 
 
 def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
