@@ -220,6 +220,10 @@ def repeated(ids: Seq[int], size: int = 4) -> float:
 CONFIDENCE = {1: 0.35, 2: 0.45, 3: 0.6, 5: 0.85}
 
 
+def at_match(confidence: dict[int, float], length: int) -> float:
+    return confidence[max(known for known in confidence if known <= length)]
+
+
 class Lookup(IndexedDrafter):
     """A model-free drafter that costs no forward, over an index per sequence."""
 
@@ -234,8 +238,7 @@ class Lookup(IndexedDrafter):
 
     def peek(self, sequence: Sequence, limit: int) -> Peek:
         length, tokens = self._search(sequence, limit)
-        confidence = CONFIDENCE[max(known for known in CONFIDENCE if known <= max(length, 1))]
-        return Peek(min(limit, len(tokens)), confidence)
+        return Peek(min(limit, len(tokens)), at_match(CONFIDENCE, max(length, 1)))
 
     def _search(self, sequence: Sequence, most: int) -> tuple[int, list[int]]:
         """Return the length of the match, and `most` or more of the tokens that followed it."""
@@ -314,9 +317,8 @@ class PredictedOutputs(ModelFreeDrafter):
 
     def peek(self, sequence: Sequence, limit: int) -> Peek:
         alignment = self._alignments[sequence.id]
-        length = max(length for length in PREDICTED_CONFIDENCE if length <= alignment.matched)
         most = max(0, len(alignment.predicted) - alignment.place)
-        return Peek(min(limit, most), PREDICTED_CONFIDENCE[length])
+        return Peek(min(limit, most), at_match(PREDICTED_CONFIDENCE, alignment.matched))
 
     def rewind(self, sequence: Sequence) -> None:
         self._alignments[sequence.id].follow(sequence.new_ids)

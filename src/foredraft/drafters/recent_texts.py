@@ -23,7 +23,7 @@ import numpy as np
 
 from foredraft.decode.drafter import Peek
 from foredraft.decode.sequence import Finish, Sequence
-from foredraft.drafters.lookup import LONGEST_MATCH, IndexedDrafter, Matches, TextIndex
+from foredraft.drafters.lookup import LONGEST_MATCH, IndexedDrafter, Matches, TextIndex, at_match
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, is_no_file, write_whole
 from foredraft.model.checkpoint import Checkpoint
@@ -221,11 +221,7 @@ class Suffix(IndexedDrafter):
         length = max(matches.length for matches in found)
         longest = [each for m in found if m.length == length for each in m.continuations]
         tokens, share = agreed(longest, min(DRAFT_PER_MATCH * length, LONGEST_DRAFT))
-        chance = (
-            share * SUFFIX_CONFIDENCE[max(known for known in SUFFIX_CONFIDENCE if known <= length)]
-            if tokens
-            else 0.0
-        )
+        chance = share * at_match(SUFFIX_CONFIDENCE, length) if tokens else 0.0
         confidence = max((level for level in LEVELS if level <= chance), default=LEVELS[0])
         draft = self.found[sequence.id] = SuffixDraft(tokens, confidence)
         return draft
@@ -242,9 +238,7 @@ def agreed(continuations: list[list[int]], most: int) -> tuple[list[int], float]
     """
     tokens: list[int] = []
     chance, first = 1.0, 1.0
-    going: dict[tuple[int, ...], int] = {}  # continuation -> how often it occurred: most are the same ones
-    for each in map(tuple, continuations):
-        going[each] = going.get(each, 0) + 1
+    going = dict(Counter(map(tuple, continuations)))  # how often each occurred: most are the same ones
     for at in range(most):
         if len(going) == 1:
             [only] = going

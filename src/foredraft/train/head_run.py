@@ -105,13 +105,6 @@ def _published(folder: Path, target: Checkpoint) -> StoredHead:
     return replace(head, record=record, tensors=tensors)
 
 
-def _layers(target: ModelSpec, options: Eagle3Options) -> tuple[int, ...]:
-    """Return the auxiliary layers that a new head reads."""
-    aux_layers = options.taps or default_aux_layers(target.layers)
-    # not 1: readers take a first number of 1 for a layer whose output is read, which is one layer further
-    return _checked(aux_layers, target, range(2, target.layers + 1), "the second at the earliest")
-
-
 def _trainee(student: Student, own_weights: float, prepared: Prepared, place: Path, config: Any) -> Trainee:
     """Return a head before its first step; c is the weights of a draft step over those of a plain step."""
     cost = own_weights / step_weights(prepared.target.spec)
@@ -127,7 +120,7 @@ def check_dflash(options: DFlashOptions, target: Checkpoint, hash: str) -> None:
     check_out(options.out, partial(_holds_a_head, is_dflash))
     if options.block > MOST_SLOTS:
         raise ConfigError(option="block", value=options.block, remedy=f"give {MOST_SLOTS} or less")
-    _dflash_layers(target.spec, options)
+    _layers(target.spec, options)
     token, size = options.mask_token, target.spec.vocab_size
     if token is not None and not 0 <= token < size:
         raise ConfigError(
@@ -143,7 +136,7 @@ def begin_dflash(options: DFlashOptions, prepared: Prepared) -> Trainee:
     record = BlockRecord(
         spec=layers_of(body), format="z-lab's", layer="layers.0", target_size=spec.hidden_size,
         draft_vocab_size=spec.vocab_size if ids is None else len(ids), block=options.block,
-        aux_layers=_dflash_layers(spec, options), own_head=False,
+        aux_layers=_layers(spec, options), own_head=False,
         mask_token=next(iter(spec.eos_token_ids), 0) if mask is None else mask,
     )  # fmt: skip
     weights = target.decoder, target.head_weight
@@ -154,19 +147,19 @@ def begin_dflash(options: DFlashOptions, prepared: Prepared) -> Trainee:
     return _trainee(student, own, prepared, options.out, config)
 
 
-def _dflash_layers(target: ModelSpec, options: DFlashOptions) -> tuple[int, ...]:
-    """Return the auxiliary layers that the head reads."""
-    aux_layers = options.taps or spread_aux_layers(target.layers, options.layers)
-    # not the last: readers take the state after it for the normed one
-    return _checked(aux_layers, target, range(1, target.layers), "but not after the last")
-
-
-def _checked(layers: tuple[int, ...], target: ModelSpec, allowed: range, where: str) -> tuple[int, ...]:
-    """Return the auxiliary layers that a head reads."""
+def _layers(target: ModelSpec, options: Eagle3Options | DFlashOptions) -> tuple[int, ...]:
+    """Return the auxiliary layers that a new head reads."""
+    count = target.layers
+    if isinstance(options, Eagle3Options):
+        layers, where = options.taps or default_aux_layers(count), "the second at the earliest"
+        allowed = range(2, count + 1)  # readers take a first 1 for a layer whose output is read: one further
+    else:
+        layers, where = options.taps or spread_aux_layers(count, options.layers), "but not after the last"
+        allowed = range(1, count)  # readers take the state after the last for the normed one
     if list(layers) != sorted(set(layers)) or not set(layers) <= set(allowed):
         raise ConfigError(
-            f"but the target has {target.layers} layers, and a head reads after some of them in ascending"
-            f" order, {where}",
+            f"but the target has {count} layers, and a head reads after some of them in ascending order,"
+            f" {where}",
             option="taps", value=",".join(map(str, layers)), remedy="give others, such as 2,4,6",
         )  # fmt: skip
     return layers

@@ -289,7 +289,13 @@ class KeptStates:
                     return States(aux, found[LAST])
         states = self.target.states(packed, self.aux_layers)
         self.computed += 1
-        self._keep(file, states)
+        tensors = {LAST: states.last} | ({} if states.aux_states is None else {AUX: states.aux_states})
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        room = self.most_bytes and self.bytes + size <= self.most_bytes
+        if room and shutil.disk_usage(self.folder).free >= size + SPARE:
+            with suppress(OSError), replacing(file) as new:
+                write_tensors(new, tensors, {})
+                self.bytes += size
         return states
 
     def _are_states(self, values: Tensor, count: int, layers: int) -> bool:
@@ -297,14 +303,3 @@ class KeptStates:
         decoder = self.target.decoder
         fits = values.shape == (count, layers * decoder.spec.hidden_size) and values.dtype == decoder.dtype
         return fits and bool(torch.isfinite(values).all())
-
-    def _keep(self, file: Path, kept: States) -> None:
-        tensors = {LAST: kept.last} if kept.aux_states is None else {AUX: kept.aux_states, LAST: kept.last}
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if not self.most_bytes or self.bytes + size > self.most_bytes:
-            return
-        if shutil.disk_usage(self.folder).free < size + SPARE:
-            return
-        with suppress(OSError), replacing(file) as new:
-            write_tensors(new, tensors, {})
-            self.bytes += size

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,6 @@ def _read(folder: Path, record_of: Callable[[dict[str, Any], Headers], Record]) 
     return HeadFiles(folder, record, checked_shapes(folder, record, headers))
 
 
-def read_eagle3(folder: Path) -> HeadFiles[HeadRecord]:
-    return _read(folder, _eagle3)
-
-
 def _eagle3(config: Mapping[str, Any], headers: Headers) -> HeadRecord:
     speculators = "speculators_model_type" in config
     record = _eagle3_of_speculators(config) if speculators else _eagle3_of_others(config)
@@ -90,6 +87,9 @@ def _eagle3(config: Mapping[str, Any], headers: Headers) -> HeadRecord:
         layer=layer if any(name.startswith(f"{layer}.") for name in headers) else later,
         target_size=record.target_size or record.spec.hidden_size,
     )  # fmt: skip
+
+
+read_eagle3 = partial(_read, record_of=_eagle3)  # of a folder
 
 
 def _eagle3_of_others(config: Mapping[str, Any]) -> HeadRecord:
@@ -200,15 +200,14 @@ def _eagle(place: Path, config: Mapping[str, Any], headers: Headers) -> HeadReco
     )  # fmt: skip
 
 
-def read_block(folder: Path) -> HeadFiles[BlockRecord]:
-    return _read(folder, _block)
-
-
 def _block(config: Mapping[str, Any], headers: Headers) -> BlockRecord:
     named = "DFlash2DraftModel" in architectures_of(config)
     if named or config.get("speculators_model_type") == "dflash2":
         raise dflash_2("config.json: a DFlash 2 head, with convolutions and a selector, is not supported")
     return _block_of_speculators(config) if "speculators_model_type" in config else _block_of_others(config)
+
+
+read_block = partial(_read, record_of=_block)  # of a folder
 
 
 def dflash_2(problem: str) -> CheckpointError:
