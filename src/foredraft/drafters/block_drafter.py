@@ -281,8 +281,7 @@ class BlockDrafter(HeadDrafter):
             drafts = [not is_idle for is_idle in idle]
             hidden = self.head.run(self._own, before, starts, drafts)
             self._chain = Chain(self.head, hidden, self._expected, before)
-        logits = self._chain.next(before)
-        return logits if self.vocabulary is None else self.vocabulary.columns(logits)
+        return self.over_target(self._chain.next(before))
 
     def end_draft(self) -> None:
         self._chain = None

@@ -272,12 +272,7 @@ class Eagle3(HeadDrafter):
             drafts = [not is_idle and start > 0 for start, is_idle in zip(starts, idle, strict=True)]
             left = self._run(tokens, self._recurring[:, None], starts, [int(draws) for draws in drafts])[:, 0]
         self._recurring = self.head.recurring(left)
-        logits = self.head.logits(left)
-        if self.vocabulary is not None:
-            logits = self.vocabulary.columns(logits)
-        if not all(drafts):  # without a pair, q is uniform
-            logits = logits.masked_fill(~upload(drafts, logits.device)[:, None], 0.0)
-        return logits
+        return self.over_target(self.head.logits(left), drafts)
 
     @torch.inference_mode()
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:

@@ -27,7 +27,6 @@ from foredraft.model.checkpoint import Checkpoint, CheckpointTensors
 from foredraft.model.config import DOWNLOAD_AGAIN, ConfigReader, read_json
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
-from foredraft.model.memory import upload
 from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.spec import CONFIG, OUTSIDE, ModelSpec
 from foredraft.model.weights import build_decoder, build_linear, parameter_count
@@ -211,7 +210,7 @@ class Gemma4Assistant(LastStateReader):
         forward = self.assistant.step(self._layers, tokens, self._states, last, skipped)
         self._states = forward.hidden[:, 0]
         assert forward.logits is not None
-        return forward.logits[:, 0].masked_fill(upload(alone, tokens.device)[:, None], 0.0)
+        return self.over_target(forward.logits[:, 0], [not each for each in alone])
 
     def end_draft(self) -> None:
         self._states = None

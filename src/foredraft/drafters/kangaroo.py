@@ -238,8 +238,7 @@ class Kangaroo(WaitingReader):
         self._known.add(forward.aux_states[self.adapter.depth], idle)
         self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
         assert forward.logits is not None
-        logits = forward.logits[:, 0]
-        return logits if self.vocabulary is None else self.vocabulary.columns(logits)
+        return self.over_target(forward.logits[:, 0])
 
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         lengths, inputs = inputs.lengths, replace(inputs, draft_vocab=self.draft_vocab)

@@ -13,6 +13,7 @@ arXiv:2503.13565).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -31,23 +32,18 @@ from foredraft.model.runner.native import code_native
 class SelfSpeculative(AutoregressiveDrafter):
     """An autoregressive drafter over the target's layers, whole or in part, on the target's own cache."""
 
+    resumes: bool  # the verifying pass resumes from the states below an exit
     draft_pass: DraftPass
 
     def __init__(
-        self,
-        runner: Runner,
-        cache: KVCache,
-        skips: Skips | None,
-        planned: int | None,
-        *,
-        resumes: bool,  # the verifying pass resumes from the states below an exit
+        self, runner: Runner, cache: KVCache, skips: Skips | None = None, planned: int | None = None
     ) -> None:
         layers = runner.decoder.spec.layers
         if skips is not None:
             skips.check(layers)
         self.skips, self.cache, self.planned = skips, cache, planned
         self.caches = (cache,)
-        exit = skips.exit if resumes and skips is not None else None
+        exit = skips.exit if self.resumes and skips is not None else None
         self.draft_pass = DraftPass(runner, None if skips is None else skips.plan(layers), exit)
         self._known = None if exit is None else KnownStates(exit)
 
@@ -80,21 +76,16 @@ class SelfSpeculative(AutoregressiveDrafter):
 class LayerSkip(SelfSpeculative):
     """An autoregressive drafter over the target's own runner."""
 
-    name = "layer-skip"
-
-    def __init__(self, target: Runner, cache: KVCache, skips: Skips, planned: int | None = None) -> None:
-        super().__init__(target, cache, skips, planned, resumes=True)
+    name, resumes = "layer-skip", True
 
 
 class LowBit(SelfSpeculative):
     """An autoregressive drafter over a coded copy of the target."""
 
-    name = "low-bit"
+    name, resumes = "low-bit", False
 
-    def __init__(
-        self, copy: Runner, cache: KVCache, skips: Skips | None = None, planned: int | None = None
-    ) -> None:
-        super().__init__(copy, cache, skips, planned, resumes=False)
+    def __init__(self, copy: Runner, cache: KVCache, *plan: Any) -> None:
+        super().__init__(copy, cache, *plan)
         copy.reserve_positions(cache.stored)
 
 

@@ -33,7 +33,6 @@ from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
-from foredraft.model.memory import upload
 from foredraft.model.runner import Runner
 from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
 from foredraft.model.spec import CONFIG, ModelSpec
@@ -261,11 +260,7 @@ class Medusa(LastStateReader):
             self._reads, self._slot = self.head.entering(self.states_before(places)), 0
         logits = self.head.heads[self._slot](self._reads)
         self._slot += 1
-        if self.vocabulary is not None:
-            logits = self.vocabulary.columns(logits)
-        if not all(self._drafts):
-            logits = logits.masked_fill(~upload(self._drafts, logits.device)[:, None], 0.0)
-        return logits
+        return self.over_target(logits, self._drafts)
 
     def end_draft(self) -> None:
         self._reads = None

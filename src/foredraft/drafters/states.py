@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foredraft.decode.drafter import AutoregressiveDrafter, DraftPass
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.model.cache import KVCache
 from foredraft.model.memory import on_host, upload
 from foredraft.model.runner import FusedDraft, Resume, Runner
@@ -104,9 +105,16 @@ class StateReader(AutoregressiveDrafter):
 
     draft_pass: DraftPass
     own: tuple[KVCache, ...]  # caches that hold what it read; it alone writes them
+    vocabulary: VocabularyMap | None = None  # from its draft vocabulary; None where it can draft all ids
 
     def length(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - 1  # it reads no tokens but in its steps
+
+    def over_target(self, logits: Tensor, drafts: Seq[bool] = ()) -> Tensor:
+        """Return logits over the target's ids; those of rows that have no state to draft from are uniform."""
+        if self.vocabulary is not None:
+            logits = self.vocabulary.columns(logits)
+        return logits if all(drafts) else logits.masked_fill(~upload(drafts, logits.device)[:, None], 0.0)
 
     def end_draft(self) -> None:
         """Forget what the steps of a draft gave to each other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,6 @@ from foredraft.model.config import read_json
 from foredraft.model.spec import ModelSpec
 
 SETTINGS = "foredraft-head.json"
-FLAGS = (
-    "norm_before_residual", "norm_output", "final_norm", "from_anchor", "causal", "own_head", "own_embedding",
-)  # fmt: skip
 KIND = "heads"  # of the user's cache
 SUFFIXES = (".json", ".safetensors", ".gguf")  # of the files of a head
 REMEDY = f"run `foredraft doctor` again, or remove {SETTINGS}"
@@ -72,6 +69,9 @@ class HeadSettings:
                 raise CheckpointError(problem, remedy=REMEDY)
         changed = replace(record, spec=spec, aux_layers=aux_layers, **flags)
         return changed if self.window is None else changed.windowed(self.window)
+
+
+FLAGS = tuple(each.name for each in fields(HeadSettings) if each.type == "bool | None")
 
 
 def with_settings(files: HeadFiles[Record], target: ModelSpec) -> tuple[HeadFiles[Record], HeadSettings]:
