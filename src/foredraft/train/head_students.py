@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,13 +115,6 @@ def reaching(packed: Packed, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return columns[fits], place[columns[fits]], place[later[fits]]
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of all columns, [N, Hk, D] each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class Eagle3Student(HeadStudent):
     """An EAGLE-3 head of one layer; a new one is random but for its last norm and its head, the target's."""
 
@@ -135,20 +128,15 @@ class Eagle3Student(HeadStudent):
     ) -> Iterator[DraftStep]:
         spec, layer = self.record.spec, head.layers[0]
         state = head.joined(states).roll(1, 0)  # of the column before
-        context: KeysValues | None = None
-        own: list[KeysValues] = []
+        read_keys, read_values = list[Tensor](), list[Tensor]()  # of all columns, [N, Hk, D] each, by step
         for k in range(steps):
             pass_ = PackedPass(spec, packed, state.dtype, shift=k)
             x = torch.cat([head.embed(packed.tokens.roll(-k, 0)).to(state.dtype), state], -1)
             qkv = project(spec, layer.attention, x, None)  # [N, H + 2 * Hk, D]
             q, keys, values = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], 1)
             rope = spec.rope_of(None)
-            q, read = pass_.rotated(q, rope), KeysValues(pass_.rotated(keys, rope), values)
-            if context is None:
-                context = read
-            else:
-                own.append(read)
-            given = q, context, [each.keys for each in own], [each.values for each in own]
+            read_keys, read_values = [*read_keys, pass_.rotated(keys, rope)], [*read_values, values]
+            given = pass_.rotated(q, rope), read_keys, read_values
             attended = checkpoint(self._attended, packed, *given, use_reentrant=False)
             left = finish(spec, layer, head.residual(state), attended, True, None)
             columns, anchors, reached = reaching(packed, k)
@@ -156,22 +144,22 @@ class Eagle3Student(HeadStudent):
             state = head.recurring(left)
 
     def _attended(
-        self, packed: Packed, q: Tensor, context: KeysValues, own_keys: list[Tensor], own_values: list[Tensor]
+        self, packed: Packed, q: Tensor, read_keys: list[Tensor], read_values: list[Tensor]
     ) -> Tensor:
         """Return the output of all heads, [N, H * D], for `q` [N, H, D] and keys and values [N, Hk, D]."""
         spec, outputs = self.record.spec, []
         scale = spec.attention_scale
         for count, length, columns in packed.groups():
             split = by_head(spec.kv_heads, count)
-            queries, keys, values = (split(x[columns]) for x in (q, *context))
+            queries, keys, values = (split(x[columns]) for x in (q, read_keys[0], read_values[0]))
             places = torch.arange(length, device=q.device)
             # column 0 has no state before it; where it is all that there is, what it gives is not used
             seen = (places <= places[:, None]) & ((places > 0) | (places[:, None] == 0))
             scores = [(queries @ keys.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)]
-            scores += [(queries * split(x[columns])).sum(-1, keepdim=True) * scale for x in own_keys]
+            scores += [(queries * split(x[columns])).sum(-1, keepdim=True) * scale for x in read_keys[1:]]
             weights = torch.cat(scores, -1).softmax(-1, dtype=torch.float32).to(values.dtype)
             out = weights[..., :length] @ values
-            for place, each in enumerate(own_values, length):
+            for place, each in enumerate(read_values[1:], length):
                 out = out + weights[..., place, None] * split(each[columns])
             outputs.append(out.permute(0, 3, 1, 2, 4).reshape(count * length, -1))
         return torch.cat(outputs)

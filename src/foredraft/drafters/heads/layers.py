@@ -253,7 +253,7 @@ class HeadDrafter(WaitingReader):
         record = files.record
         return Found(
             bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
-            longest_draft=record.longest_draft, about=described_head(files, settings),
+            longest_draft=record.drafts or 0, about=described_head(files, settings),
             specs=cls.specs(record), dtype=target.dtype,
             build=lambda parts: cls(parts.target, parts.cache, cls.load(files, parts.target), record.planned),
         )  # fmt: skip

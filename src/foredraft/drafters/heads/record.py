@@ -120,14 +120,9 @@ class HeadRecord:
         return None
 
     @property
-    def about(self) -> str:
-        """What `info` says behind its layers."""
-        return ""
-
-    @property
-    def longest_draft(self) -> int:
-        """As `Drafter.longest_draft`."""
-        return 0
+    def drafts(self) -> int | None:
+        """The tokens of a whole draft; None for any number."""
+        return None
 
     def layer_name(self, index: int) -> str:
         return self.layer if index == 0 else f"layers.{index}"
@@ -202,7 +197,6 @@ class BlockRecord(HeadRecord):
 
     @property
     def drafts(self) -> int:
-        """The tokens of a whole draft."""
         return self.block if self.from_anchor else self.block - 1
 
     @property
@@ -218,14 +212,6 @@ class BlockRecord(HeadRecord):
     @property
     def tried_length(self) -> int | None:
         return max(1, self.block - 1)
-
-    @property
-    def about(self) -> str:
-        return f", blocks of {self.drafts}"
-
-    @property
-    def longest_draft(self) -> int:
-        return self.drafts
 
     def windowed(self, window: int) -> Self:
         spec = replace(self.spec, windows=(window,) * self.spec.layers)

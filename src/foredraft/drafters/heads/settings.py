@@ -88,7 +88,8 @@ def described_head(files: HeadFiles[Record], settings: HeadSettings) -> str:
     reduced = "" if size == record.spec.vocab_size else f", draft vocabulary {size}"
     changed = settings.described
     told = f"; `foredraft doctor` set {changed}" if changed else ""
-    about = f"the head {files.folder} over layers {aux_layers}{record.about}"
+    blocks = "" if record.drafts is None else f", blocks of {record.drafts}"
+    about = f"the head {files.folder} over layers {aux_layers}{blocks}"
     return f"{about}, {files.parameters / 1e6:.1f} M weights{reduced}{told}"
 
 
