@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -133,14 +133,8 @@ class DraftCheckpoint(Asset):
 
     required = Missing("which needs a draft model", (*GIVE_DRAFT, ", its folder or hub id"))
 
-    def __init__(
-        self,
-        build: Callable[[Parts, Checkpoint, Checkpoint], Drafter],  # from the target and the draft model
-        *,
-        other_tokenizer: bool = False,  # the draft model has another one than the target
-        stretch: int = 1,  # positions of its cache for each position of the target's cache
-    ) -> None:
-        self.build, self.other_tokenizer, self.stretch = build, other_tokenizer, stretch
+    def __init__(self, *, other_tokenizer: bool = False) -> None:
+        self.other_tokenizer = other_tokenizer  # the draft model has another one than the target
         tokenizer = "another" if other_tokenizer else "the target's"
         self.missing = Missing(f"needs a draft model with {tokenizer} tokenizer", GIVE_DRAFT)
 
@@ -154,8 +148,9 @@ class DraftCheckpoint(Asset):
             unfit = f"the draft model {draft.source} has {has} the target {target.source}"
             return replace(self.missing, unfit=unfit)
         return Found(
-            models=(draft,), specs=(draft.spec,), dtype=draft.dtype, stretch=self.stretch,
-            build=lambda parts: self.build(parts, target, draft),
+            models=(draft,), specs=(draft.spec,), dtype=draft.dtype,
+            stretch=STRETCH if other else 1,
+            build=lambda parts: _build(parts, target, draft, other_tokenizer=other),
         )  # fmt: skip
 
 
@@ -254,22 +249,18 @@ class DraftModel(AutoregressiveDrafter):
         self._starts.pop(sequence.id, None)
 
 
-def _build(parts: Parts, target: Checkpoint, draft: Checkpoint) -> DraftModel:
+def _build(parts: Parts, target: Checkpoint, draft: Checkpoint, *, other_tokenizer: bool) -> Drafter:
     [runner] = parts.models
     vocabulary: VocabularyMap | None = None
     if parts.tokenizer is not None and draft.tokenizer is not None:
+        if other_tokenizer:
+            from foredraft.drafters.retokenize import Retokenize
+
+            positions = STRETCH * parts.positions
+            return Retokenize(runner, parts.rows, positions, parts.tokenizer, draft.tokenizer)
         sizes = target.spec.vocab_size, draft.spec.vocab_size
         vocabulary = VocabularyMap.between(parts.tokenizer, draft.tokenizer, sizes, runner.decoder.device)
     return DraftModel(runner, parts.rows, parts.positions, vocabulary)
 
 
-def _build_retokenize(parts: Parts, target: Checkpoint, draft: Checkpoint) -> Drafter:
-    from foredraft.drafters.retokenize import Retokenize
-
-    [runner] = parts.models
-    assert parts.tokenizer is not None and draft.tokenizer is not None  # they were compared
-    return Retokenize(runner, parts.rows, STRETCH * parts.positions, parts.tokenizer, draft.tokenizer)
-
-
-ASSET = DraftCheckpoint(_build)
-OTHER_TOKENIZER_ASSET = DraftCheckpoint(_build_retokenize, other_tokenizer=True, stretch=STRETCH)
+ASSET, OTHER_TOKENIZER_ASSET = DraftCheckpoint(), DraftCheckpoint(other_tokenizer=True)

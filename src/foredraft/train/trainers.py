@@ -90,10 +90,6 @@ def train(
         )  # fmt: skip
 
 
-def check_adapter(options: AdapterOptions, target: Checkpoint, hash: str) -> None:
-    _place(options.out, hash)
-
-
 def begin_adapter(options: AdapterOptions, prepared: Prepared) -> Trainee:
     torch.manual_seed(options.seed)
     student, place = _student(prepared, options), _place(options.out, prepared.hash)
@@ -272,8 +268,8 @@ def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 # what each kind of training does before the target is loaded, and after
-STEPS: dict[type[TrainOptions], tuple[Callable[..., None], Callable[..., Trainee]]] = {
-    AdapterOptions: (check_adapter, begin_adapter),
+STEPS: dict[type[TrainOptions], tuple[Callable[..., object], Callable[..., Trainee]]] = {
+    AdapterOptions: (lambda options, _, hash: _place(options.out, hash), begin_adapter),
     DraftOptions: (check_draft, begin_draft),
     Eagle3Options: (check_eagle3, begin_eagle3),
     DFlashOptions: (check_dflash, begin_dflash),
