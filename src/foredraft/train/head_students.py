@@ -38,6 +38,8 @@ from foredraft.train.target import Packed, PackedPass, rotated
 class HeadStudent(Student):
     """Base class of a head over the target's states; its embedding is the target's."""
 
+    head: Callable[[], Any]  # returns the head over the parameters as they are now
+    drafted: Callable[..., Iterator[DraftStep]]  # yields each step of all drafts, or of a sample of them
     reread: tuple[str, ...] = ()  # the parameters that give logits of the states that a step leaves
 
     def __init__(
@@ -75,21 +77,11 @@ class HeadStudent(Student):
         """Builds the head over the parameters as they are now."""
         return HeadBuilder(self.record, self.shapes, self.own.load, self.target, Linear, self.vocabulary)
 
-    def head(self) -> Any:
-        """Return the head over the parameters as they are now."""
-        raise NotImplementedError
-
     def drafts(self, packed: Packed, states: Tensor | None, steps: int, *, sampled: bool) -> Drafts:
         assert states is not None
         head = self.head()
         drafted = self.drafted(head, packed, states, steps, sampled=sampled)
         return Drafts(head.logits, [self.own.by_name[name] for name in self.reread], drafted)
-
-    def drafted(
-        self, head: Any, packed: Packed, states: Tensor, steps: int, *, sampled: bool
-    ) -> Iterator[DraftStep]:
-        """Yield each step of all drafts, or of a sample of them."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         own = self.own.by_name

@@ -105,9 +105,8 @@ DFLASH = HeadFormat(
 
 def read_gguf(file: Path) -> HeadFiles[Any]:
     """Return the head in a file."""
-    if architecture_of(file) == EAGLE3.architecture:
-        return EAGLE3.read(file, _eagle3)
-    return DFLASH.read(file, _block)
+    eagle3 = architecture_of(file) == EAGLE3.architecture
+    return EAGLE3.read(file, _eagle3) if eagle3 else DFLASH.read(file, _block)
 
 
 def _eagle3(read: MetadataReader) -> HeadRecord:
