@@ -28,7 +28,7 @@ from tests.parity.test_head_training import block_student
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import BODY, LAYERS, save_head
 from tests.support.heads import student_of as eagle3_student
-from tests.support.training import CPU, QUICK, check_prediction, curve, random_words, save_target
+from tests.support.training import CPU, QUICK, check_prediction, curve
 
 GAMMA = 3
 
@@ -56,18 +56,6 @@ KINDS = {
     ),
     "dflash": Kind(DFlashOptions, {"layers": 1, "taps": (1, 2), "block": 4}, block_student),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "data.txt"
-    file.write_text(random_words(3000))
-    return file
 
 
 def train(

@@ -29,11 +29,6 @@ FILE = "checkpoints/step-4.pt"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "data.jsonl"
     file.write_text("".join(json.dumps({"text": random_words(60, seed)}) + "\n" for seed in range(30)))

@@ -34,23 +34,10 @@ from tests.support.training import (
     QUICK,
     curve,
     random_words,
-    save_target,
     stopped_at_its_first_checkpoint,
 )
 
 NAMES = "length steps step_tokens group_tokens warm_up validate_every learning_rate work out depth"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "data.txt"
-    file.write_text(random_words(3000))
-    return file
 
 
 def options(files: Path, folder: Path, **more: Any) -> AdapterOptions:
