@@ -197,7 +197,7 @@ def own_rows_left_visible() -> tuple[Edit, ...]:
 
 begins_one_early = argument(2, lambda starts: [max(0, start - 1) for start in starts])
 begins_one_further = argument(2, lambda starts: [start + (start > 8) for start in starts])
-idle_rows_known = argument(2, lambda idle: [False] * len(idle))
+idle_rows_known = argument(2, lambda counts: [max(1, count) for count in counts])
 
 
 @around

@@ -235,7 +235,7 @@ class Kangaroo(WaitingReader):
     ) -> Tensor:
         self.read_waiting(lambda sequence: not idle[sequence.row])
         forward = self.draft_pass(self._layers, tokens, starts, idle=idle)
-        self._known.add(forward.aux_states[self.adapter.depth], idle)
+        self._known.add(forward.aux_states[self.adapter.depth], [not each for each in idle])
         self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
         assert forward.logits is not None
         return self.over_target(forward.logits[:, 0])

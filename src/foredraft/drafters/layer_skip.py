@@ -55,7 +55,7 @@ class SelfSpeculative(AutoregressiveDrafter):
     ) -> Tensor:
         forward = self.draft_pass(self.cache, tokens, starts, idle=idle)
         if self._known is not None:
-            self._known.add(forward.aux_states[self._known.depth], idle)
+            self._known.add(forward.aux_states[self._known.depth], [not each for each in idle])
         assert forward.logits is not None
         return forward.logits[:, 0]
 

@@ -48,9 +48,11 @@ class KnownStates:
         self._states: list[Tensor] = []  # [B, steps, D] each
         self._known: list[int] = []  # [B]
 
-    def add(self, states: Tensor, idle: Seq[bool]) -> None:
-        """Add one step's states [B, 1, D]."""
-        self._add(states, [not is_idle for is_idle in idle])
+    def add(self, states: Tensor, counts: Seq[int]) -> None:
+        """Add states [B, steps, D], of which so many of each row [B] are known."""
+        self._states.append(states)
+        known = self._known or [0] * len(counts)
+        self._known = [n + count for n, count in zip(known, counts, strict=True)]
 
     def add_fused(self, draft: FusedDraft, lengths: Seq[int]) -> None:
         """Add the states of a fused draft of at most `lengths` [B] tokens."""
@@ -59,12 +61,7 @@ class KnownStates:
         if on_host(draft.tokens):  # elsewhere every row draws all of its tokens
             drawn = (draft.tokens >= 0).cumprod(1).sum(1).tolist()  # a row ends at one that it cannot draw
             known = [min(n, count + 1) for n, count in zip(lengths, drawn, strict=True)]
-        self._add(draft.states, known)
-
-    def _add(self, states: Tensor, counts: Seq[int]) -> None:
-        self._states.append(states)
-        known = self._known or [0] * len(counts)
-        self._known = [n + count for n, count in zip(known, counts, strict=True)]
+        self.add(draft.states, known)
 
     def take(self) -> Resume | None:
         """Return the states of the draft, and forget them; None without any."""
