@@ -48,8 +48,9 @@ REMEDY = "take a file that one program wrote"
 class TensorNames:
     """The names of one head's tensors."""
 
-    # of each residual block, its weight and its bias; None where it has no bias
-    blocks: tuple[tuple[str, str | None], ...]
+    blocks: tuple[
+        Mapping[str, str], ...
+    ]  # of each residual block: its "weight", and its "bias" if it has one
     output: str  # the head over the draft vocabulary
 
 
@@ -106,10 +107,8 @@ def _files(folder: Path, file: Path, headers: Headers, config: Mapping[str, Any]
     for head in heads:
         rows = headers[head.output][1][0] if headers[head.output][1] else 0
         shapes[head.output] = (rows, size)
-        for weight, bias in head.blocks:
-            shapes[weight] = (size, size)
-            if bias is not None:
-                shapes[bias] = (size,)
+        for block in head.blocks:
+            shapes |= {name: (size, size) if kind == "weight" else (size,) for kind, name in block.items()}
     for name, (dtype, shape) in headers.items():
         if name not in shapes:
             continue  # outputs that are not read
@@ -153,7 +152,7 @@ def _heads(file: Path, names: Mapping[str, Any], *, one_output: bool) -> tuple[T
         own = [parts.get((head, place), {}) for place in range(blocks)]
         if output is None or before not in (None, blocks) or not all("weight" in each for each in own):
             raise CheckpointError(f"{file} lacks tensors of head {head} of {count}", remedy=REMEDY)
-        found.append(TensorNames(tuple((each["weight"], each.get("bias")) for each in own), output))
+        found.append(TensorNames(tuple(own), output))
     if not found or (shared is not None and len(outputs) == count):
         raise CheckpointError(f"{file} has no Medusa heads, or one head twice", remedy=REMEDY)
     return tuple(found)
@@ -209,11 +208,8 @@ def load_medusa(files: MedusaFiles, target: Runner) -> MedusaHeads:
         outputs = {name: output(name) for name in files.rows}  # heads may share one
 
         def head(names: TensorNames) -> MedusaHead:
-            blocks = (
-                packed_product(target, read(weight), None if bias is None else read(bias))
-                for weight, bias in names.blocks
-            )
-            return MedusaHead(tuple(blocks), outputs[names.output])
+            parts = ({kind: read(name) for kind, name in block.items()} for block in names.blocks)
+            return MedusaHead(tuple(packed_product(target, **each) for each in parts), outputs[names.output])
 
         return MedusaHeads(decoder, tuple(head(names) for names in files.heads), ids)
 
