@@ -92,8 +92,8 @@ class Found:
     planned: int | None = None  # draft length that it was made for, in tokens
     longest_draft: int = 0  # as `Drafter.longest_draft`
     about: str | None = None  # what it is, for `info`; None where the drafter's name says it
-    specs: tuple[ModelSpec, ...] = ()  # of the drafter's caches, which have the target's positions
-    dtype: torch.dtype | None = None  # of these, the target's
+    specs: tuple[ModelSpec, ...] = ()  # of the drafter's caches
+    dtype: torch.dtype | None = None  # of these
     # positions of such a cache for each one of the target's, up to those that the drafter's own model has;
     # None: as many as the target has
     stretch: int | None = None
@@ -104,14 +104,9 @@ class Found:
         """Return the memory of the drafter's caches for a row of so many positions of the target's cache."""
         from foredraft.model.cache import KVCache
 
-        if self.dtype is None:
-            return 0
-        most = [
-            positions if self.stretch is None else min(self.stretch * positions, spec.max_positions)
-            for spec in self.specs
-        ]
-        own = zip(self.specs, most, strict=True)
-        return sum(KVCache.bytes_per_row(spec, longest, self.dtype) for spec, longest in own)
+        dtype, wanted = self.dtype, (self.stretch or 1) * positions
+        own = [(spec, min(wanted, spec.max_positions) if self.stretch else wanted) for spec in self.specs]
+        return sum(KVCache.bytes_per_row(spec, longest, dtype) for spec, longest in own if dtype is not None)
 
     def make(self, parts: Parts) -> Drafter:
         """Read the weights and build the drafter."""
