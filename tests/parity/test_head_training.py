@@ -242,8 +242,8 @@ layers_one_off = argument(2, lambda layers: tuple(layer + 1 for layer in layers)
 anchor_shifted = changed(lambda found: (*found[:2], (found[2] - 1).clamp(min=0)))
 not_rotated_on = around(lambda start, self, spec, packed, dtype, shift=0: start(self, spec, packed, dtype))
 own_keys_of_the_last_step_alone = around(
-    lambda attended, self, packed, q, context, keys, values: attended(
-        self, packed, q, context, keys[-1:], values[-1:]
+    lambda attended, self, packed, q, keys, values: attended(
+        self, packed, q, [keys[0], *keys[1:][-1:]], [values[0], *values[1:][-1:]]
     )
 )
 

@@ -80,13 +80,12 @@ def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_the_loss_falls_and_the_acceptance_rises(trained: dict[str, Path], kind: str) -> None:
     figures = curve(trained[kind] / "work")
     losses = [each["loss"] for each in figures if "loss" in each]
     alphas = [each["alpha_by_position"] for each in figures if "alpha" in each]
     assert losses[-1] < 0.9 * losses[0] and alphas[-1][0] > alphas[0][0]
-    assert (trained[kind] / "work" / "tensorboard").is_dir()
 
 
 @pytest.mark.heavy

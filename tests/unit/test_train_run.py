@@ -157,6 +157,15 @@ def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder / "adapter"
 
 
+@pytest.mark.heavy
+def test_the_loss_falls_on_held_out_text(trained: Path) -> None:
+    figures = curve(trained.parent / "work")
+    alphas = [each["alpha"] for each in figures if "alpha" in each]
+    losses = [each["loss"] for each in figures if "loss" in each]
+    assert losses[-1] < 0.8 * losses[0] and alphas[-1] > alphas[0]
+    assert (trained.parent / "work" / "tensorboard").is_dir()
+
+
 def student_of(model: Path, adapter: Path) -> tuple[FrozenTarget, AdapterStudent]:
     target, config = FrozenTarget(model, CPU, torch.float32), read_adapter(adapter)
     start = load_file(adapter / "model.safetensors")

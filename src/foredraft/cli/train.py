@@ -164,7 +164,7 @@ def _run(what: str, given: Namespace, model: Given, output: JsonOptions) -> int:
             bars.clear()
     if leads:
         found = values["out"] is None
-        print(json.dumps(asdict(result)) if output.json else "\n".join(_lines(what, result, found=found)))
+        print(json.dumps(result.as_dict()) if output.json else "\n".join(_lines(what, result, found=found)))
     if output.html is not None and leads:
         from foredraft.pages.training import training_page
         from foredraft.train.training_checkpoints import FILE, whole_lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class Result:
     skipped: int  # bad lines that were left out
     predicted: float  # the speed-up that the best validation predicts
     stopped_early: bool  # the validation got no better, and training ended before the last step
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return asdict(self)
 
 
 def train(
