@@ -15,11 +15,11 @@ from foredraft.decode.distribution import Distribution
 from foredraft.drafters.block_drafter import BlockDrafter, BlockHead, Chain, Markov
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
+from foredraft.drafters.heads.gguf_files import row_order  # imported before any defect is planted
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.medusa import MedusaHeads, load_medusa
 from foredraft.drafters.states import kept
 from foredraft.errors import CheckpointError
-from foredraft.model.gguf.tensors import row_order
 from tests.exactness.head_checks import check_distribution, tiny
 from tests.parity.test_heads import check_parity
 from tests.support.heads import DRAFT_VOCAB
