@@ -335,7 +335,7 @@ def test_nothing_is_left_after_clients_of_all_kinds(llm: LLM, turns: int) -> Non
         served.wait(served.idle)
         assert engine.rows.sequences == [] and not any(any(cache.lengths) for cache in engine.rows.caches)
         served.wait(lambda: tasks() <= before)
-        assert not model.live and not model.limits.tokens and not model.limits.samples
+        assert not model.live and not model.limits.tokens.total and not model.limits.samples.total
         assert not model.service._open
         left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
         # AnyIO's pool ends when it is idle

@@ -56,5 +56,4 @@ class Written:
 
     def whole(self, shape: type[Reply]) -> tuple[Event, Sample]:
         reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))
-        asyncio.run(reply.finish())
-        return reply.whole(), reply.samples[0]
+        return asyncio.run(reply.finish()), reply.samples[0]

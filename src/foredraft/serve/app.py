@@ -148,10 +148,9 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
         headers = ({"request-id": reply.id} if shape.own_headers else {}) | _listed(reply.job.notes)
         if not reply.job.request.stream:
             try:
-                await _while_there(request, reply.finish())
+                whole = await _while_there(request, reply.finish())
             finally:
                 model.end(reply.generation)
-            whole = reply.whole()
             return JSONResponse(whole, headers=headers | _listed({"x-broken-keywords": reply.broken()}))
         events, kind = reply.events(state.settings.heartbeat_seconds), "text/event-stream"
         if shape.done and "text/plain" in request.headers.get("accept", ""):

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from foredraft.decode.scores import Score
 from foredraft.decode.thinking import ThinkingMarkers, ThinkingReader, overlap
 
 if TYPE_CHECKING:
@@ -255,6 +256,16 @@ def is_object(text: str) -> bool:
     return _ObjectScan().end(text) == len(text)
 
 
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token as the text of a reply has it."""
+
+    score: Score  # of the whole token
+    text: str  # the text that it completes, as far as the reply has it; "" where it only begins a character
+    data: bytes  # its bytes, as far as the reply has them
+    block: int = 0  # the index of the block that it is in
+
+
 @dataclass(slots=True)
 class ContentBlock:
     """A part of a reply."""
@@ -263,6 +274,7 @@ class ContentBlock:
     call: ParsedToolCall | None = None  # the call; None for text
     text: str = ""  # so far: the text, or the arguments as JSON
     thinking: bool = False  # the text is reasoning
+    tokens: list[ShownToken] = field(default_factory=list)  # of its content, where they are scored
 
     @property
     def is_content(self) -> bool:

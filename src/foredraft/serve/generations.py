@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
 from foredraft.llm.service import RequestHandle, Service, StreamEvent
-from foredraft.serve.limits import Limits, Permit, Tenant
+from foredraft.serve.limits import Limits, Permit
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.offload import COMPILING, Turns, compiled, has_patterns
@@ -55,11 +54,10 @@ class Generation:
         """Tokens of all prompts as they are read."""
         return sum(handle.prompt_tokens for handle in self.handles)
 
-    def submit(self, tenant: Tenant) -> None:
+    def submit(self) -> None:
         """Hand the prompts to the engine's thread; those of a generation that has ended are cancelled."""
         for place, asked in enumerate(self.job.asked):
-            owner = (self, place * asked.n)
-            handle = self._service.submit(replace(asked, **tenant._asdict()), owner=owner)
+            handle = self._service.submit(asked, owner=(self, place * asked.n))
             self.handles.append(handle)
             if self.ended:
                 self._service.cancel(handle)
@@ -151,14 +149,14 @@ class Model:
     def chats(self) -> bool:
         return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
 
-    async def start(self, job: Job, permit: Permit, tenant: Tenant) -> Generation:
+    async def start(self, job: Job, permit: Permit) -> Generation:
         generation = Generation(job, permit, self._metrics, self.service, self._settings.max_unread)
         try:
             self.limits.take_tokens(permit, job.prompt_tokens * job.one.n)
             if has_patterns(job.one.params, self._settings.max_patterns):
-                await compiled(self._compilations, lambda: generation.submit(tenant))
+                await compiled(self._compilations, generation.submit)
             else:
-                await anyio.to_thread.run_sync(generation.submit, tenant)
+                await anyio.to_thread.run_sync(generation.submit)
         except BaseException:
             # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
             generation.ended = True
@@ -203,7 +201,7 @@ class Model:
         rows = len(sequences)
         used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
         for name, value in (
-            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples - rows)),
+            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples.total - rows)),
             ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
             ("cache_usage", used),
         ):  # fmt: skip

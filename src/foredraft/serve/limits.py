@@ -16,18 +16,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from foredraft.errors import ConfigError
+from foredraft.llm.requests import Submission
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from foredraft.serve.bodies import Bodies
 
 VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
 COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
@@ -107,14 +105,6 @@ def _read(file: Path) -> list[str]:
 HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the subscriber's own choice
 
 
-class Tenant(NamedTuple):
-    """What the engine knows of a request's client: arguments of `Service.submit`."""
-
-    client: str = ""
-    salts: tuple[str, ...] = ()
-    text_salts: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """The client of a request."""
@@ -140,14 +130,14 @@ class Client:
                 home = str(found)
         return cls(key or home, key)
 
-    def tenant(self, settings: Settings, cache_salt: str | None) -> Tenant:
-        """Return what the engine knows of a client; `cache_salt` is the request's own."""
+    def asks(self, asked: Submission, settings: Settings, cache_salt: str | None) -> Submission:
+        """Return what the engine gets of a submission of this client; `cache_salt` is the request's own."""
         own, salt = self.key, cache_salt or ""
-        return Tenant(
-            self.name if settings.fair_shares else "",
-            ("" if settings.shared_prefixes else own, salt),
-            ("" if settings.share_texts else own, salt),
-        )
+        return replace(
+            asked, client=self.name if settings.fair_shares else "",
+            salts=("" if settings.shared_prefixes else own, salt),
+            text_salts=("" if settings.share_texts else own, salt),
+        )  # fmt: skip
 
 
 OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
@@ -156,7 +146,8 @@ OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with le
 class Shared:
     """An amount that is bounded in all and shared among clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: Callable[[], int], says: str, note: Callable[[], None] = lambda: None) -> None:
+        self.most, self._says, self._note = most, says, note  # what a refusal says of the amount, and notes
         self._amounts: Counter[str] = Counter()  # by client; none is 0
 
     @property
@@ -172,72 +163,91 @@ class Shared:
         if not self._amounts[client]:
             del self._amounts[client]
 
-    def fits(self, client: str, more: int, most: int) -> bool:
-        """Return whether a client may have so many more of what is bounded by `most`."""
-        total = self.total + more
-        if total <= most:
-            return True
+    def check(self, client: str, more: int) -> None:
+        """Raise Problem unless a client may have so much more."""
+        most, total = self.most(), self.total + more
         share = most // len({*self._amounts, client})
-        return self.of(client) + more <= share and total <= OVERFLOW * most
+        if total > most and (self.of(client) + more > share or total > OVERFLOW * most):
+            self._note()
+            raise busy(f"{self.total} {self._says.format(most)}")
 
 
-class Permit:
+class Held:
+    """What one request has of a shared amount, until it lets go of it."""
+
+    def __init__(self, shared: Shared, client: str) -> None:
+        self._shared, self._client, self._own = shared, client, 0
+
+    def grow(self, more: int) -> None:
+        """Take more; raise Problem where that is too much beside what others have."""
+        if self._shared.total > self._own:
+            self._shared.check(self._client, more)
+        self._own += more
+        self._shared.add(self._client, more)
+
+    def shrink(self, left: int = 0) -> None:
+        """Let go of all but `left`."""
+        if self._own > left:
+            self._shared.add(self._client, left - self._own)
+            self._own = left
+
+
+class Bodies(Shared):
+    """What the bodies of all requests and the messages of all WebSockets take together, in bytes."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        super().__init__(most, "bytes of bodies are held, of {} at most (--max-bodies)")
+
+    def of_address(self, address: str) -> Held:
+        """Return what holds one body from when it comes until its request is answered."""
+        return Held(self, Client.of("", address).name)
+
+
+class Permit(NamedTuple):
     """The permit of one request to run or wait."""
 
-    def __init__(self, limits: Limits, samples: int, client: str) -> None:
-        self._limits, self.samples, self.client, self.tokens = limits, samples, client, 0
-        self._taken = True
+    samples: Held
+    tokens: Held  # of its prompts
 
     def free(self) -> None:
-        if self._taken:
-            self._taken = False
-            self._limits.give_back(self)
+        self.samples.shrink()
+        self.tokens.shrink()
 
 
 class Limits:
     """Counts what runs and waits. A permit is taken before a prompt is read, so that a burst cannot pass."""
 
     def __init__(self, settings: Settings, rows: int, metrics: Metrics) -> None:
-        self._settings, self._most, self._metrics = settings, rows + settings.max_queued, metrics
-        self._samples, self._tokens = Shared(), Shared()
+        def shared(most: int, says: str, reason: str) -> Shared:
+            return Shared(lambda: most, says, lambda: metrics.refused(reason))
 
-    @property
-    def samples(self) -> int:
-        return self._samples.total
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens.total
+        self._most_of_client, self._metrics = settings.max_per_key, metrics
+        says = "samples run or wait, of {} at most (max_queued)"
+        self.samples = shared(rows + settings.max_queued, says, "queue full")
+        says = "prompt tokens run or wait, of {} at most (max_queued_tokens)"
+        self.tokens = shared(settings.max_queued_tokens, says, "prompt tokens")
 
     def take(self, samples: int, client: str) -> Permit:
-        most, own = self._settings.max_per_key, self._samples.of(client)
-        if samples <= self._most and not self._samples.fits(client, samples, self._most):
-            self._metrics.refused("queue full")
-            raise busy(f"{self.samples} samples run or wait, of {self._most} at most (max_queued)")
-        if samples > self._most or (most and samples > most):
-            allowed = min(self._most, most or self._most)
+        """Return the permit of a request to run or wait."""
+        all_, most = self.samples.most(), self._most_of_client
+        if samples <= all_:
+            self.samples.check(client, samples)
+        if samples > all_ or (most and samples > most):
+            allowed = min(all_, most or all_)
             raise Problem(400, f"{samples} samples in one request, of {allowed} at most")
-        if most and own + samples > most:
+        if most and (own := self.samples.of(client)) + samples > most:
             self._metrics.refused("key limit")
             says = f"this client has {own} samples that run or wait, of {most} at most (max_per_key)"
             raise busy(says, 429)
-        self._samples.add(client, samples)
-        return Permit(self, samples, client)
+        permit = Permit(Held(self.samples, client), Held(self.tokens, client))
+        permit.samples.grow(samples)
+        return permit
 
     def take_tokens(self, permit: Permit, tokens: int) -> None:
-        most = self._settings.max_queued_tokens
-        if tokens > most:
+        if tokens > (most := self.tokens.most()):
             message = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
             raise Problem(400, message, param="prompt")
-        if not self._tokens.fits(permit.client, tokens, most):
-            self._metrics.refused("prompt tokens")
-            raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most (max_queued_tokens)")
-        self._tokens.add(permit.client, tokens)
-        permit.tokens = tokens
-
-    def give_back(self, permit: Permit) -> None:
-        self._samples.add(permit.client, -permit.samples)
-        self._tokens.add(permit.client, -permit.tokens)
+        permit.tokens.grow(tokens)
 
 
 RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
@@ -256,28 +266,24 @@ class Connections:
         self.most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)  # in all
         # of one address, rounded up; 0 is no limit
         self.most_of_address = -(-settings.max_connections_per_address * self.most // wanted)
-        self._addresses: dict[int, str] = {}
-        self._by_address: Counter[str] = Counter()
+        self._addresses: dict[int, str] = {}  # by transport, which may no longer know it at the end
+        self._open = Shared(lambda: self.most, "")
 
     def enter(self, transport: Any) -> Problem | None:
         """Count a connection; return why it is refused, or None."""
         address = str((transport.get_extra_info("peername") or ("",))[0])
         self._addresses[id(transport)] = address
-        self._by_address[address] += 1
+        self._open.add(address, 1)
         most = self.most_of_address
-        if len(self._addresses) > self.most:
+        if self._open.total > self.most:
             return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
-        if most and self._by_address[address] > most:
+        if most and self._open.of(address) > most:
             message = f"{most} connections of this address are open (--max-connections-per-address)"
             return busy(message, 429)
         return None
 
     def leave(self, transport: Any) -> None:
-        address = self._addresses.pop(id(transport), None)
-        if address is not None:
-            self._by_address[address] -= 1
-            if not self._by_address[address]:
-                del self._by_address[address]
+        self._open.add(self._addresses.pop(id(transport)), -1)
 
 
 def _open_files(wanted: int) -> int:

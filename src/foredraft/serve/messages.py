@@ -16,7 +16,7 @@ from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
-from foredraft.serve.problems import Error, LengthFields, Problem, TooLong
+from foredraft.serve.problems import LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import StopReason
 from foredraft.serve.requests import ChatRequest, Further
@@ -173,7 +173,7 @@ class MessageReply(BlockReply):
     request, types = MessagesRequest, (reply_types.Message, reply_types.MessageEvent)
     route = "answer_messages"
     lengths = LengthFields("messages")
-    errors = (reply_types.MessageError, Error)  # the second one before the route is reached
+    errors = (reply_types.MessageError, reply_types.Error)  # the second one before the route is reached
 
     @staticmethod
     def failure(problem: Problem) -> Event:

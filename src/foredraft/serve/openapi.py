@@ -22,7 +22,6 @@ from foredraft.pages.trace import ORIGINS, stylesheet
 from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.generations import Model
-from foredraft.serve.problems import Error
 from foredraft.serve.tokens import READERS
 
 
@@ -132,7 +131,7 @@ def _described(
     body: Any = None,
     event: Any = None,
     text: bool = False,
-    errors: tuple[Any, ...] = (Error,),
+    errors: tuple[Any, ...] = (reply_types.Error,),
     headers: dict[str, Any] | None = None,
     schemes: tuple[str, ...] = BEARER,
 ) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, cast
 
 from pydantic import ValidationError
-from typing_extensions import TypedDict
 
 from foredraft.errors import ContextLengthError, ForedraftError, Option, RequestError, python_spelling
 
@@ -23,19 +22,6 @@ TYPES = {
 
 CLASS_NAME = re.compile(r" or instance of \w+$")  # at the end of what pydantic says of an object
 MAX_SHOWN = 1000  # characters of a message
-
-
-class ErrorFields(TypedDict, closed=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict, closed=True):
-    """An error in the shape of the OpenAI API; within a stream, an event has the same shape."""
-
-    error: ErrorFields
 
 
 class Problem(Exception):
@@ -57,12 +43,12 @@ class Problem(Exception):
         self.headers = dict(headers or {})  # of the response
 
     @classmethod
-    def read(cls, status: int, body: Error) -> Self:
+    def read(cls, status: int, body: Mapping[str, Any]) -> Self:
         error = body["error"]
         return cls(status, error["message"], param=error["param"], code=error["code"])
 
     @property
-    def body(self) -> Error:
+    def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

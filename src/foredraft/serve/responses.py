@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,6 @@ from foredraft.serve.problems import LengthFields, Problem
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import Status
 from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest, Further
-from foredraft.serve.scored_text import ShownToken
 from foredraft.serve.tools import Function
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values name what no reply has here
@@ -154,8 +154,7 @@ class ResponseReply(BlockReply):
         }
         # those that the model sees
         self._repeated["tools"] = [tool for tool in body.get("tools") or () if kind_of(tool) == "function"]
-        self._seen = 0  # tokens of the sample that the deltas of a stream have seen
-        self._waiting: dict[int, list[ShownToken]] = {}  # those that wait for a delta of their block
+        self._sent = Counter[int]()  # scored tokens of each block that the deltas of a stream have had
 
     @staticmethod
     def failure(problem: Problem) -> Event:
@@ -183,11 +182,9 @@ class ResponseReply(BlockReply):
                 yield {"type": "response.content_part.added", **place, "part": self._part(block, begun=True)}
         elif step.kind == "delta":
             scores = {}
-            if block.is_content:  # those of its tokens that no delta has had
-                for token in self.sample.told[self._seen :]:
-                    self._waiting.setdefault(token.block, []).append(token)
-                self._seen = len(self.sample.told)
-                scores = {"logprobs": self.texts.chat_logprobs(self._waiting.pop(block.index, []))}
+            if block.is_content:
+                new, self._sent[block.index] = block.tokens[self._sent[block.index] :], len(block.tokens)
+                scores = {"logprobs": self.texts.chat_logprobs(new)}
             yield {"type": f"response.{kind}.delta", **place, "delta": step.text, **scores}
         else:
             status = self._block_status(block)
@@ -253,8 +250,7 @@ class ResponseReply(BlockReply):
         text = "" if begun else block.text
         if block.thinking:
             return {"type": "reasoning_text", "text": text}
-        told = [] if begun else [token for token in self.sample.told if token.block == block.index]
-        scores = self.texts.chat_logprobs(told)
+        scores = self.texts.chat_logprobs([] if begun else block.tokens)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
     def _item_id(self, block: ContentBlock) -> str:

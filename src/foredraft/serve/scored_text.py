@@ -22,7 +22,7 @@ from foredraft.decode.scores import Score
 from foredraft.llm.output import Piece
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import BlockEvent
+from foredraft.serve.blocks import BlockEvent, ShownToken
 
 LEAST = -9999.0  # in place of minus infinity, which is no JSON
 PRINTABLE = range(0x20, 0x7F)  # bytes that OpenAI's spelling of a part of a character shows as they are
@@ -55,16 +55,6 @@ class Provenance:
                 rounds.append(asdict(trace) | texts)
         entries, self._sent = self._entries[self._sent : final], final
         return entries, rounds
-
-
-@dataclass(frozen=True, slots=True)
-class ShownToken:
-    """A token as the text of a reply has it."""
-
-    score: Score  # of the whole token
-    text: str  # the text that it completes, as far as the reply has it; "" where it only begins a character
-    data: bytes  # its bytes, as far as the reply has them
-    block: int = 0  # the index of the block that it is in
 
 
 @dataclass(slots=True)

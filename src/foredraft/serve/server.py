@@ -196,12 +196,12 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         super().__init__(*args, **more)
         self._join(connections)
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
-        self._held = connections.bodies.of("")
+        self._held = connections.bodies.of_address("")
         self._fragments = self._whole = 0  # bytes of a message that lacks its end; of those the app works on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._held = self._all.bodies.of(self.client[0] if self.client else "")
+        self._held = self._all.bodies.of_address(self.client[0] if self.client else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()

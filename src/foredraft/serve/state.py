@@ -9,15 +9,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
 from fastapi import FastAPI
 
 from foredraft.llm import LLM
-from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
+from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES
 from foredraft.serve.generations import Model
-from foredraft.serve.limits import Client, Keys
+from foredraft.serve.limits import Bodies, Client, Keys
 from foredraft.serve.logs import REFUSALS, RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
@@ -144,7 +145,7 @@ class App:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
         client = Client.of(key, record.address)
-        permit = model.limits.take(count, client.name)
+        permit, generation = model.limits.take(count, client.name), None
         try:
             with as_problems(request, shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
@@ -153,17 +154,15 @@ class App:
                     logger.warning(says, ", ".join(request.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                tenant = client.tenant(self.settings, request.cache_salt)
-                generation = await model.start(job, permit, tenant)
+                own = [client.asks(each, self.settings, request.cache_salt) for each in job.asked]
+                generation = await model.start(replace(job, asked=own), permit)
+            return shape(record.own_id, model.names[0], body, generation, model.texts)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
+            if generation is not None:
+                model.end(generation)  # which no reader would
+            elif isinstance(error, asyncio.CancelledError):
                 self.metrics.count("requests_cancelled")
             permit.free()
-            raise
-        try:
-            return shape(record.own_id, model.names[0], body, generation, model.texts)
-        except BaseException:
-            model.end(generation)  # which no reader would
             raise
 
 

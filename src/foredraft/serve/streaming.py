@@ -17,8 +17,8 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.errors import invalid_at
-from foredraft.serve.bodies import Bodies, json_object
-from foredraft.serve.limits import Keys
+from foredraft.serve.bodies import json_object
+from foredraft.serve.limits import Bodies, Keys
 from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.offload import offloaded
 from foredraft.serve.problems import Problem, forget_frames
@@ -159,7 +159,7 @@ class Socket:
         record.address = socket.address
         record.size = size
         record.begin()
-        held = self._bodies.of(record.address)
+        held = self._bodies.of_address(record.address)
         try:
             held.grow(size)
             await self._run(frame, send)

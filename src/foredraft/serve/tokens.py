@@ -14,8 +14,8 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import reply_types
 from foredraft.serve.fields import NOT_OF_TOKENS, OF_TOKENS, Body, Items
 from foredraft.serve.generations import Model
-from foredraft.serve.messages import CountTokensRequest
-from foredraft.serve.problems import Error, Problem
+from foredraft.serve.messages import CountTokensRequest, MessageReply
+from foredraft.serve.problems import Problem
 from foredraft.serve.requests import ChatRequest, Job, Notes, as_problems, check_model
 from foredraft.serve.responses import ResponsesRequest
 from foredraft.serve.streaming import as_json
@@ -107,7 +107,7 @@ class Reader(NamedTuple):
     name: str  # of the route
     request: type[Body]  # the type of its body
     type: Any  # the type of its reply
-    errors: tuple[Any, ...] = (Error,)  # the types of a refusal's body
+    errors: tuple[Any, ...] = (reply_types.Error,)  # the types of a refusal's body
     either: bool = False  # a key may come in the header of either API
     beside: Mapping[str, str] = {}  # what a reply has beside the number of tokens
 
@@ -130,7 +130,7 @@ READERS = {
     "/tokenize": Reader("tokenize", TokenizeRequest, reply_types.Tokens),
     "/detokenize": Reader("detokenize", DetokenizeRequest, reply_types.Text),
     "/v1/messages/count_tokens": Reader(
-        "count_tokens", CountTokensRequest, reply_types.MessageTokens, (reply_types.MessageError, Error), True
+        "count_tokens", CountTokensRequest, reply_types.MessageTokens, MessageReply.errors, True
     ),
     "/v1/responses/input_tokens": Reader(
         "count_input_tokens", ResponsesRequest, reply_types.InputTokens, either=True,

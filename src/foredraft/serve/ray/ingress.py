@@ -25,9 +25,9 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from foredraft.serve.affinity import prompt_key
-from foredraft.serve.bodies import MORE_BODIES, SHAPES, Bodies, BoundedBodies, KnownOrigins, answer
+from foredraft.serve.bodies import MORE_BODIES, SHAPES, BoundedBodies, KnownOrigins, answer
 from foredraft.serve.completions import CompletionReply
-from foredraft.serve.limits import Keys
+from foredraft.serve.limits import Bodies, Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.problems import Problem, busy
 from foredraft.serve.ray.replica import HttpCall, HttpHead
