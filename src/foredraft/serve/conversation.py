@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from foredraft.decode.thinking import ThinkingMarkers
@@ -145,14 +146,12 @@ def _one_call_a_turn(messages: Messages) -> Messages:
 
 def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
-    turns: list[Messages] = []
-    for message in messages:
-        before = turns[-1][0] if turns else {}
-        is_text = all(each.get("role") != "tool" and not each.get("tool_calls") for each in (before, message))
-        if turns and is_text and message.get("role") == before.get("role"):
-            turns[-1].append(message)
-        else:
-            turns.append([message])
+
+    def turn(message: dict[str, Any]) -> object:
+        alone = message.get("role") == "tool" or message.get("tool_calls")
+        return id(message) if alone else message.get("role")
+
+    turns = [list(each) for _, each in groupby(messages, turn)]
     return [
         {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))} if turn[1:] else turn[0]
         for turn in turns

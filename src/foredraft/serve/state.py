@@ -174,10 +174,9 @@ async def _in_a_daemon(load: Loader) -> LLM:
     def run() -> None:
         try:
             loaded.set_result(load())
-        except Exception as error:
-            loaded.set_exception(error)
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            loaded.set_exception(RuntimeError(f"loading failed: {error}"))
+            is_usual = isinstance(error, Exception)
+            loaded.set_exception(error if is_usual else RuntimeError(f"loading failed: {error}"))
 
     threading.Thread(target=run, name="foredraft-loader", daemon=True).start()
     return await asyncio.wrap_future(loaded)

@@ -150,18 +150,14 @@ class Tools:
             return messages, {"tools": listed}
         text = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
         if messages and messages[0].get("role") == "system":
-            first, rest = messages[0], messages[1:]
-            text = f"{first.get('content') or ''}\n\n{text}".lstrip()
-        else:
-            rest = messages
-        return [{"role": "system", "content": text}, *rest], {}
+            text = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
+            messages = messages[1:]
+        return [{"role": "system", "content": text}, *messages], {}
 
     def constrain(self, options: dict[str, Any], field: str | None) -> None:
-        """Put the grammar of calls into the options; an answer without calls keeps its own schema.
+        """Put the grammar of calls into the library's options; an answer without calls keeps its own schema.
 
-        Args:
-            options: Those of the library.
-            field: The field that gives the form of the text, if any does.
+        `field` gives the form of the text, if any does.
         """
         for name in ("regex", "choices", "grammar"):
             if name in options:
