@@ -29,7 +29,7 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Loader
-from foredraft.serve.streaming import SSE_HEADERS, Socket, opened, plain_text, server_sent
+from foredraft.serve.streaming import SSE_HEADERS, Socket, encoded, opened, plain_text, server_sent
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -154,9 +154,9 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
             return JSONResponse(whole, headers=headers | _listed({"x-broken-keywords": reply.broken()}))
         events, kind = reply.events(state.settings.heartbeat_seconds), "text/event-stream"
         if shape.done and "text/plain" in request.headers.get("accept", ""):
-            content, kind = plain_text(events), "text/plain; charset=utf-8"
+            content, kind = encoded(events, plain_text), "text/plain; charset=utf-8"
         else:
-            content, headers = server_sent(events, shape.done), headers | SSE_HEADERS
+            content, headers = encoded(events, server_sent, shape.done), headers | SSE_HEADERS
         stream = _GenerationStream(content, headers=headers, media_type=kind)
         stream.model, stream.generation = model, reply.generation
         return stream

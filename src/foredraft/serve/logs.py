@@ -102,8 +102,8 @@ class Recording:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
-        record.address = str((scope.get("client") or ("",))[0])
+        method, address = scope.get("method", "WEBSOCKET"), str((scope.get("client") or ("",))[0])
+        record = RequestRecord(method, scope["path"], Headers(scope=scope), address=address)
         record.begin()
 
         async def noting(message: Message) -> None:

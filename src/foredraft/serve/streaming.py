@@ -38,29 +38,33 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-async def server_sent(events: AsyncIterator[Event | None], done: bytes) -> AsyncIterator[bytes]:
-    """Yield server-sent events, which are named by their types, and `done` at the end; None is a comment."""
+async def encoded(
+    events: AsyncIterator[Event | None], form: Callable[[Event | None], bytes], done: bytes = b""
+) -> AsyncIterator[bytes]:
+    """Yield events in the form of a stream, and `done` at the end."""
     async for event in events:
-        if event is None:
-            yield b": ping\n\n"
-        else:
-            name = f"event: {event['type']}\n" if "type" in event else ""
-            yield f"{name}data: {as_json(event)}\n\n".encode()
+        if data := form(event):
+            yield data
     if done:
         yield done
 
 
-async def plain_text(events: AsyncIterator[Event | None]) -> AsyncIterator[bytes]:
-    """Yield the text of the first choice as it comes; an error ends it with a line of its own."""
-    async for event in events:
-        if event is None:
-            continue
-        if "error" in event:
-            yield f"\nerror: {event['error']['message']}\n".encode()
-        for choice in event.get("choices", ()):
-            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            if choice["index"] == 0 and text:
-                yield text.encode()
+def server_sent(event: Event | None) -> bytes:
+    """Return an event as a server-sent one, which is named by its type; None is a comment."""
+    if event is None:
+        return b": ping\n\n"
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {as_json(event)}\n\n".encode()
+
+
+def plain_text(event: Event | None) -> bytes:
+    """Return the text that an event adds to the first choice; an error ends it with a line of its own."""
+    if event is not None and "error" in event:
+        return f"\nerror: {event['error']['message']}\n".encode()
+    first = [each for each in (event or {}).get("choices", ()) if each["index"] == 0]
+    return "".join(
+        each["text"] if "text" in each else each["delta"].get("content", "") for each in first
+    ).encode()
 
 
 async def opened(socket: WebSocket, keys: Keys) -> str | None:
@@ -92,22 +96,22 @@ class Socket:
         self._bodies = bodies
         self._socket, self._run, self._max_frame = socket, run, max_frame
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._endings: set[asyncio.Task[None]] = set()  # kept until they are sent
+        self._endings: set[asyncio.Task[None]] = set()  # of those requests and of others, until they are sent
         self._sending = asyncio.Lock()
-        self._closed = False
         self._over, self._record = over, current()
 
     async def serve(self) -> None:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
-                while len(self._endings) >= MAX_OPEN:  # the client does not read: neither does the server
+                while (
+                    len(self._endings) - len(self._tasks) >= MAX_OPEN
+                ):  # the client does not read: neither does the server
                     await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
             pass
         finally:
-            self._closed = True
             open_ = [*self._tasks.values(), *self._endings]
             for task in open_:
                 task.cancel()
@@ -145,7 +149,9 @@ class Socket:
             await self._send(id, refused.body)
             return
         task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
-        task.add_done_callback(lambda done: self._end(id, done))
+        ending = asyncio.create_task(self._end(id, task))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: Event) -> None:
@@ -154,10 +160,9 @@ class Socket:
 
         socket = self._record
         record = RequestRecord(
-            socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key
-        )
-        record.address = socket.address
-        record.size = size
+            socket.method, socket.path, socket.headers, f"{socket.id}/{id}", size=size, key=socket.key,
+            address=socket.address,
+        )  # fmt: skip
         record.begin()
         held = self._bodies.of_address(record.address)
         try:
@@ -174,11 +179,11 @@ class Socket:
             held.shrink()
             self._over(record)
 
-    def _end(self, id: str, task: asyncio.Task[None]) -> None:
+    async def _end(self, id: str, task: asyncio.Task[None]) -> None:
         """Tell the client how a request ended, however early that was."""
-        self._tasks.pop(id, None)
-        frames: list[Event] = []
-        reason = "finished"
+        await asyncio.wait({task})
+        del self._tasks[id]
+        frames, reason = list[Event](), "finished"
         if task.cancelled():
             reason = "cancelled"
         elif (error := task.exception()) is not None:
@@ -188,17 +193,9 @@ class Socket:
                 error = Problem(500, "the server failed; its log has the reason", code="internal_error")
             forget_frames(error)
             frames.append(error.body)
-        frames.append({"done": True, "reason": reason})
-
-        async def send_all() -> None:
-            with suppress(Exception):  # the client has gone
-                for frame in frames:
-                    await self._send(id, frame)
-
-        if not self._closed:
-            ending = asyncio.create_task(send_all())
-            self._endings.add(ending)
-            ending.add_done_callback(self._endings.discard)
+        with suppress(Exception):  # the client has gone
+            for frame in (*frames, {"done": True, "reason": reason}):
+                await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:

@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from foredraft.serve.affinity import prompt_key
@@ -30,14 +30,14 @@ from foredraft.serve.completions import CompletionReply
 from foredraft.serve.limits import Bodies, Keys
 from foredraft.serve.metrics import labelled
 from foredraft.serve.problems import Problem, busy
-from foredraft.serve.ray.replica import HttpCall, HttpHead
-from foredraft.serve.replies import Event, Reply
+from foredraft.serve.ray.replica import HttpCall
+from foredraft.serve.replies import Reply
 from foredraft.serve.settings import Settings
 from foredraft.serve.streaming import Socket, opened, plain_text, server_sent
 
 logger = logging.getLogger(__name__)
 
-Parts: TypeAlias = AsyncGenerator[HttpHead | bytes, None]  # of a response; they end with it
+Parts: TypeAlias = AsyncGenerator[Any, None]  # the head of a response, as ASGI has it, and its bytes
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 MAX_BODY = 8 << 20  # bytes, where no option says it; a replica knows its context and may take less
 METRICS_SECONDS = 5.0  # that a replica has for its metrics
@@ -74,16 +74,12 @@ class Ingress:
         address, key = _address(request), self._key(request, body)
         call = HttpCall(request.method, path, query, headers, body, address, key)
         parts = self._answers(call)
-        try:
-            head = await anext(parts)
-            assert isinstance(head, HttpHead)
-            kind = dict(head.headers).get(b"content-type", b"")
-            if kind.startswith((b"text/event-stream", b"text/plain")):
-                shape = SHAPES.get(path, CompletionReply)
-                return _ReplicaStream(head, parts, shape, plain=kind.startswith(b"text/plain"))
-            return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
-        except Problem as problem:
-            return answer(problem, path)
+        head = await anext(parts)
+        kind = dict(head["headers"]).get(b"content-type", b"")
+        if kind.startswith((b"text/event-stream", b"text/plain")):
+            shape = SHAPES.get(path, CompletionReply)
+            return _ReplicaStream(head, parts, shape, plain=kind.startswith(b"text/plain"))
+        return _with(head, Response(b"".join([part async for part in parts])))
 
     def _key(self, request: Request, body: bytes) -> int | None:
         """Return the key of the prompt; None where there is none, or the replica will refuse the request."""
@@ -147,7 +143,7 @@ class Ingress:
 class _ReplicaStream(StreamingResponse):
     """A stream of a replica. Where the replica fails, the stream says so, and ends as its client expects."""
 
-    def __init__(self, head: HttpHead, parts: Parts, shape: type[Reply], *, plain: bool) -> None:
+    def __init__(self, head: Message, parts: Parts, shape: type[Reply], *, plain: bool) -> None:
         super().__init__(self._body())
         _with(head, self)
         self._parts, self._shape, self._plain = parts, shape, plain
@@ -155,17 +151,12 @@ class _ReplicaStream(StreamingResponse):
     async def _body(self) -> AsyncIterator[bytes]:
         sent, shape = 0, self._shape
         try:
-            async for part in _bytes(self._parts):
+            async for part in self._parts:
                 sent += part.count(b"\n\n")
                 yield part
         except Problem as problem:
             last = shape.numbered(shape.failure(problem), sent)
-
-            async def failure() -> AsyncIterator[Event]:
-                yield last
-
-            async for part in plain_text(failure()) if self._plain else server_sent(failure(), shape.done):
-                yield part
+            yield plain_text(last) if self._plain else server_sent(last) + shape.done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -178,31 +169,23 @@ def _address(connection: HTTPConnection) -> str:
     return "" if connection.client is None else connection.client.host
 
 
-def _with(head: HttpHead, response: Response) -> Response:
+def _with(head: Message, response: Response) -> Response:
     """Give a response a replica's head, but for the id of the request, which Ray's proxy adds."""
-    response.status_code = head.status
-    response.raw_headers = [(name, value) for name, value in head.headers if name != b"x-request-id"]
+    response.status_code = head["status"]
+    response.raw_headers = [(name, value) for name, value in head["headers"] if name != b"x-request-id"]
     return response
-
-
-async def _bytes(parts: Parts) -> AsyncIterator[bytes]:
-    async for part in parts:
-        assert isinstance(part, bytes)
-        yield part
 
 
 async def _chunks(parts: Parts) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the objects of a stream of events."""
-    head = await anext(parts)
-    assert isinstance(head, HttpHead)
-    rest = b""
-    async for part in _bytes(parts):
+    head, rest = await anext(parts), b""
+    async for part in parts:
         *whole, rest = (rest + part).split(b"\n\n")
         for event in whole:
             if event.startswith(b"data: {"):
                 yield json.loads(event.removeprefix(b"data: "))
-    if head.status != 200:
-        raise Problem.read(head.status, json.loads(rest))
+    if head["status"] != 200:
+        raise Problem.read(head["status"], json.loads(rest))
 
 
 async def _answer_problem(request: Request, problem: Any) -> Response:

@@ -40,14 +40,6 @@ class HttpCall:
     key: int | None = None  # of `affinity.prompt_key`
 
 
-@dataclass(frozen=True, slots=True)
-class HttpHead:
-    """The beginning of a response."""
-
-    status: int  # of HTTP
-    headers: Headers  # as ASGI has them
-
-
 TRIED = 4  # replicas that a request tries before it waits; each that is full costs a message
 
 
@@ -110,7 +102,7 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         return name, self._state.metrics.text(self._state.ready().update_gauges).decode()
 
-    async def answer(self, call: HttpCall) -> AsyncIterator[HttpHead | bytes]:
+    async def answer(self, call: HttpCall) -> AsyncIterator[Message | bytes]:
         """Yield the head and the parts of the body of a response; a cancelled call ends its request."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         unread: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -148,7 +140,7 @@ class Replica:
                         if not whole:
                             raise RuntimeError("the response broke off; the replica's log has the reason")
                     elif message["type"] == "http.response.start":
-                        yield HttpHead(message["status"], list(message["headers"]))
+                        yield message
                     else:
                         body += message.get("body", b"")
                         whole = not message.get("more_body", False)
