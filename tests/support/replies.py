@@ -44,7 +44,9 @@ class Written:
         thinking = ThinkingMarkers("<think>", "</think>")
         request = ChatRequest.read({"messages": []})
         job = Job(request, [Submission([5], SamplingParams(), thinking=thinking)], tools)
-        self._generation: Any = SimpleNamespace(job=job, prompt_tokens=1, pieces=pieces)
+        self._generation: Any = SimpleNamespace(
+            job=job, handles=[SimpleNamespace(prompt_tokens=1)], pieces=pieces
+        )
 
     def streamed(self, shape: type[Reply]) -> tuple[list[Event], Sample]:
         reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))

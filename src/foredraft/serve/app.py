@@ -85,8 +85,7 @@ def _add_health(app: FastAPI, state: App) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         state.keys.check(request.headers.get("authorization"))
-        update = state.model.update_gauges if state.model is not None else lambda: None
-        return PlainTextResponse(state.metrics.text(update), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(state.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

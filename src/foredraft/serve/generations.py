@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,6 @@ class Generation:
         self._paused = False
         self._read_prompts: set[int] = set()
         self._problem: Problem | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts as they are read."""
-        return sum(handle.prompt_tokens for handle in self.handles)
 
     def submit(self) -> None:
         """Hand the prompts to the engine's thread; those of a generation that has ended are cancelled."""
@@ -144,6 +139,19 @@ class Model:
         self.live: set[Generation] = set()
         self._compilations = Turns(COMPILING)
         self.service = Service(llm, self._publish)
+        rows, cache = engine.rows, engine.cache
+        gauges: dict[str, Callable[[], float]] = {
+            "requests_running": lambda: len(rows.sequences),
+            "requests_waiting": lambda: max(0, self.limits.samples.total - len(rows.sequences)),
+            "requests_paused": lambda: sum(
+                each.paused_at is not None for each in [*rows.sequences, *engine.scheduler.waiting]
+            ),
+            "cache_usage": lambda: (
+                sum(cache.lengths[: len(rows.sequences)]) / max(1, cache.rows * cache.positions)
+            ),
+        }
+        for name, read in gauges.items():
+            metrics.by_name[name].set_function(read)
 
     @property
     def chats(self) -> bool:
@@ -195,25 +203,13 @@ class Model:
             generation.note("slow reader")
             generation.reader.cancel()
 
-    def update_gauges(self) -> None:
-        engine = self.llm.loaded.engine
-        sequences, waiting = list(engine.rows.sequences), list(engine.scheduler.waiting)
-        rows = len(sequences)
-        used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
-        for name, value in (
-            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples.total - rows)),
-            ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
-            ("cache_usage", used),
-        ):  # fmt: skip
-            self._metrics.by_name[name].set(value)
-
     def _publish(self, events: list[StreamEvent]) -> None:
         """Hand the events of a step to the event loop. The engine's thread calls it."""
+
+        def deliver() -> None:
+            for handle, sample, piece in events:
+                generation, first = handle.owner
+                generation.put(handle, first + sample, piece)
+
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_deliver, events)
-
-
-def _deliver(events: list[StreamEvent]) -> None:
-    for handle, sample, piece in events:
-        generation, first = handle.owner
-        generation.put(handle, first + sample, piece)
+            self.loop.call_soon_threadsafe(deliver)

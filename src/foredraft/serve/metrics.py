@@ -7,7 +7,7 @@ is over, so a server without tracing pays nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -92,8 +92,7 @@ class Metrics:
             self.count("accepted_tokens_by_position", accepted, label=position)
         self.count("requests_finished", label=output.finish_reason)
 
-    def text(self, update: Callable[[], None]) -> bytes:
-        update()
+    def text(self) -> bytes:
         return generate_latest(self.registry)
 
 

@@ -103,8 +103,9 @@ class Reply(ABC):
         self, id: str, model: str, body: Mapping[str, Any], generation: Generation, texts: TokenTexts
     ) -> None:
         self.id, self.model, self.texts = id, model, texts
-        self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
-        self.created, job, one = int(time.time()), generation.job, generation.job.one
+        self.generation, self.created = generation, int(time.time())
+        self.job = job = generation.job
+        self.prompt_tokens, one = sum(each.prompt_tokens for each in generation.handles), job.one
         self.samples = [
             Sample(
                 index, ContentBlocks(job.tools, one.thinking),

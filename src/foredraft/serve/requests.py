@@ -211,11 +211,8 @@ class ChatRequest(_Request):
         if llm.tokenizer is None:
             problem = "this model has no tokenizer; use /v1/completions with token ids"
             raise Problem(400, problem, param="messages")
-        messages, given, chat = (
-            messages_of(self.messages),
-            self.chat_template_kwargs or {},
-            llm.tokenizer.chat,
-        )
+        messages, given = messages_of(self.messages), self.chat_template_kwargs or {}
+        chat = llm.tokenizer.chat
         if taken := given.keys() & {"messages", "self", "continue_final_message"}:
             problem = f"{min(taken)} is not a variable of a chat template"
             raise Problem(400, problem, param="chat_template_kwargs")

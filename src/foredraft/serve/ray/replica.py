@@ -100,7 +100,7 @@ class Replica:
     def metrics(self) -> tuple[str, str]:
         """Return the name of this replica, and its metrics, for Prometheus."""
         name = serve.get_replica_context().replica_id.unique_id
-        return name, self._state.metrics.text(self._state.ready().update_gauges).decode()
+        return name, self._state.metrics.text().decode()
 
     async def answer(self, call: HttpCall) -> AsyncIterator[Message | bytes]:
         """Yield the head and the parts of the body of a response; a cancelled call ends its request."""
