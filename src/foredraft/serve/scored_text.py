@@ -40,11 +40,11 @@ class Provenance:
         """Return the entries that have become complete with further pieces, and their rounds."""
         final, rounds = self._sent, []
         for piece in pieces:
+            none = None if piece.parts is None else ""
             for token, origin in zip(piece.token_ids, piece.origins, strict=True):
-                text = None if piece.parts is None else ""
-                self._entries.append({"token_id": token, "origin": origin, "text": text})
+                self._entries.append({"token_id": token, "origin": origin, "text": none})
             for index, text in piece.parts or ():
-                self._entries[index]["text"] = (self._entries[index]["text"] or "") + text
+                self._entries[index]["text"] += text
                 final = index  # the last token with text may get more
             if piece.parts is None or piece.output is not None:
                 final = len(self._entries)
@@ -114,18 +114,13 @@ class ScoredText:
         for step in steps:
             self._place(step)
         known = len(self._text) if ended else self._read
-        found: list[ShownToken] = []
-        told = 0
-        begun: list[ShownToken] = []  # without text: they begin the character of the next token that has some
-        for token in self._whole:
+        found, told = list[ShownToken](), 0
+        for end, token in enumerate(self._whole, start=1):
             if self._start + len(token.text) > known:
                 break
-            begun.append(token)
-            if token.text:
-                found += self._in_content(begun)
-                self._start += len(token.text)
-                told += len(begun)
-                begun = []
+            if token.text:  # those before it that have none begin its character
+                found += self._in_content(self._whole[told:end])
+                self._start, told = self._start + len(token.text), end
         del self._whole[:told]
         return found + (self._whole if ended and self._counts else [])
 
@@ -137,14 +132,12 @@ class ScoredText:
 
     def _count_whole(self) -> int:
         """Return the number of tokens up to the last one that has all its characters, or text behind it."""
-        count = len(self._tokens)
         goes_on = False
-        while count:
+        for count in range(len(self._tokens), 0, -1):
             token = self._tokens[count - 1]
             if token.text and (goes_on or len(token.text) >= len(token.own)):
                 return count
             goes_on = goes_on or bool(token.text)
-            count -= 1
         return 0
 
     def _place(self, step: BlockEvent) -> None:
@@ -180,8 +173,7 @@ def _shown(group: list[_Token], *, ended: bool) -> Iterator[ShownToken]:
     """Yield tokens as the text has them; those that it has no character of are left out."""
     texted = [place for place, token in enumerate(group, start=1) if token.text]
     for begin, end in pairwise([0, *texted]):
-        last = end == texted[-1]
-        yield from _at_once(group[begin:end], cut=ended and last)
+        yield from _at_once(group[begin:end], cut=ended and end == texted[-1])
 
 
 def _at_once(group: list[_Token], *, cut: bool) -> Iterator[ShownToken]:
