@@ -24,7 +24,7 @@ from foredraft.errors import ConfigError
 from foredraft.llm.requests import Submission
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.problems import Problem, busy
+from foredraft.serve.problems import Problem, busy, invalid
 from foredraft.serve.settings import Settings
 
 VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
@@ -246,7 +246,7 @@ class Limits:
     def take_tokens(self, permit: Permit, tokens: int) -> None:
         if tokens > (most := self.tokens.most()):
             message = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
-            raise Problem(400, message, param="prompt")
+            raise invalid("prompt", message)
         permit.tokens.grow(tokens)
 
 

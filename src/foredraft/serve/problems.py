@@ -116,6 +116,11 @@ def forget_frames(error: BaseException) -> None:
             left += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
 
 
+def invalid(param: str | None, message: str, code: str | None = None) -> Problem:
+    """Return the refusal of a request for one of its fields."""
+    return Problem(400, message, param=param, code=code)
+
+
 def busy(message: str, status: int = 503, seconds: int = 1) -> Problem:
     """Return the refusal of a request that may come again after some seconds."""
     code = "rate_limit_exceeded" if status == 429 else "overloaded"
@@ -140,4 +145,4 @@ def first_fault(error: ValidationError, body: object) -> Problem:
     same = [each for each in found if each[0][:1] == found[0][0][:1]]
     path, message = max(same, key=lambda each: len(each[0]))
     says = CLASS_NAME.sub("", message)
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {says}", param=path[0] if path else None)
+    return invalid(path[0] if path else None, f"{'.'.join(path) or 'the body'}: {says}")

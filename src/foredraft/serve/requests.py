@@ -31,7 +31,7 @@ from foredraft.serve.conversation import (
     thinking_after,
 )
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
-from foredraft.serve.problems import LengthFields, Problem, TooLong, of_error
+from foredraft.serve.problems import LengthFields, Problem, TooLong, invalid, of_error
 from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
 
@@ -107,10 +107,10 @@ class _Request(_Sampling):
         if self.prediction is not None:
             options["prediction"] = text_of(self.prediction.content, "prediction.content", "prediction")
         if most is not None and most >= 0 and options.setdefault("max_new_tokens", most) != most:
-            raise Problem(400, "n_predict and max_tokens differ; give one of them", param="n_predict")
+            raise invalid("n_predict", "n_predict and max_tokens differ; give one of them")
         if self.best_of not in (None, n):
             problem = f"best_of is {self.best_of}, but n is {n}; ask for n samples with logprobs"
-            raise Problem(400, problem, param="best_of", code="unsupported_parameter")
+            raise invalid("best_of", problem, code="unsupported_parameter")
         if self.form is not None:
             options[self.form.option] = self.form.value
         return options
@@ -120,7 +120,7 @@ class _Request(_Sampling):
         count = self.truncate_prompt_tokens
         if count == 0:
             problem = "truncate_prompt_tokens is 0; give 1 or more, or -1 for as many as there is room for"
-            raise Problem(400, problem, param="truncate_prompt_tokens")
+            raise invalid("truncate_prompt_tokens", problem)
         return prompt if count is None or count < 0 else prompt[-count:]
 
     @cached_property
@@ -139,13 +139,13 @@ class _Request(_Sampling):
             chosen = [Form("structured_outputs", *each) for each in options.items() if each[1] is not None]
             if len(chosen) != 1:
                 says = f"structured_outputs gives {len(chosen)} forms; give json, regex, choice or grammar"
-                raise Problem(400, says, param="structured_outputs")
+                raise invalid("structured_outputs", says)
             forms += chosen
         forms += [Form(name, option, getattr(self, name)) for name, option in fields.FORMS.items()]
         forms = [each for each in forms if each.value is not None]
         if len(forms) > 1:
             one, other = forms[0].field, forms[1].field
-            raise Problem(400, f"{one} cannot hold together with {other}; give one of them", param=one)
+            raise invalid(one, f"{one} cannot hold together with {other}; give one of them")
         return forms[0] if forms else None
 
     @cached_property
@@ -159,7 +159,7 @@ class _Request(_Sampling):
             form = given.json_schema or JsonSchema()
             schema, strict = form.schema_, form.strict
             if schema is None:
-                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
+                raise invalid("response_format", "response_format.json_schema.schema is missing")
         if schema is None:
             return None
         return fitted_schema("the answer", schema, "response_format", strict=strict, close=strict)
@@ -209,13 +209,11 @@ class ChatRequest(_Request):
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
         if llm.tokenizer is None:
-            problem = "this model has no tokenizer; use /v1/completions with token ids"
-            raise Problem(400, problem, param="messages")
+            raise invalid("messages", "this model has no tokenizer; use /v1/completions with token ids")
         messages, given = messages_of(self.messages), self.chat_template_kwargs or {}
         chat = llm.tokenizer.chat
         if taken := given.keys() & {"messages", "self", "continue_final_message"}:
-            problem = f"{min(taken)} is not a variable of a chat template"
-            raise Problem(400, problem, param="chat_template_kwargs")
+            raise invalid("chat_template_kwargs", f"{min(taken)} is not a variable of a chat template")
         begun = None
         if self.continue_final_message:
             begun = begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
@@ -230,7 +228,7 @@ class ChatRequest(_Request):
             variables["continue_final_message"] = True
         if tools is not None:
             if self.skip_special_tokens is False:
-                raise Problem(400, "with tools, special tokens are not shown", param="skip_special_tokens")
+                raise invalid("skip_special_tokens", "with tools, special tokens are not shown")
             messages, described = tools.prompt(messages)
             variables |= described
             tools.constrain(options, None if self.form is None else self.form.field)
@@ -244,7 +242,7 @@ class ChatRequest(_Request):
         if self.max_completion_tokens is not None:
             options["max_new_tokens"] = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs")
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         return [prompt], tools, thinking, unread
@@ -271,17 +269,17 @@ class CompletionRequest(_Request):
         """Read the prompts, and add the length and the scores to `options`."""
         if self.echo and (self.truncate_prompt or self.truncate_prompt_tokens is not None):
             truncated = "truncate_prompt" if self.truncate_prompt else "truncate_prompt_tokens"
-            raise Problem(400, f"echo needs the whole prompt; leave out {truncated}", param="echo")
+            raise invalid("echo", f"echo needs the whole prompt; leave out {truncated}")
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
             if self.echo:
                 options["prompt_logprobs"] = self.logprobs
         if not self.prompt:
-            raise Problem(400, "prompt is empty; give text or token ids", param="prompt")
+            raise invalid("prompt", "prompt is empty; give text or token ids")
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         for place, each in enumerate(self.prompt if several else ()):
             if each in ("", []):
-                raise Problem(400, f"prompt[{place}] is empty; give text or token ids", param="prompt")
+                raise invalid("prompt", f"prompt[{place}] is empty; give text or token ids")
         prompts = [self.kept(prompt) for prompt in llm.encode(self.prompt)]
         room = llm.max_length - max(map(len, prompts))
         options.setdefault("max_new_tokens", max(1, room) if self.n_predict == -1 else 16)
@@ -329,14 +327,13 @@ class Job:
         request.refuse_unsupported()
         options, scores = request.options(), request.prompt_logprobs
         if request.stream and scores is not None:
-            problem = "prompt_logprobs needs a whole reply; leave out stream"
-            raise Problem(400, problem, param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "prompt_logprobs needs a whole reply; leave out stream")
         prompts, tools, thinking, unread = request.meaning(llm, options)
         if scores is not None:
             options["prompt_logprobs"] = max(scores, options.get("prompt_logprobs", 0))
         params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
-            raise Problem(400, "stream_options needs stream", param="stream_options")
+            raise invalid("stream_options", "stream_options needs stream")
         asked = [
             Submission(
                 prompt, params, n=1 if request.n is None else request.n,
@@ -382,10 +379,9 @@ def _biases(given: dict[str, float] | list[list[int | float]]) -> dict[int, floa
     for pair in given.items() if isinstance(given, dict) else given:
         if isinstance(pair, tuple):
             if not pair[0].isdecimal() or len(pair[0]) > 10:
-                problem = f"logit_bias names {shortened(pair[0])}, which is no token id"
-                raise Problem(400, problem, param="logit_bias")
+                raise invalid("logit_bias", f"logit_bias names {shortened(pair[0])}, which is no token id")
         elif len(pair) != 2 or not is_whole(pair[0], 0) or not is_number(pair[1]):
             problem = f"logit_bias has {shortened(pair)}; give pairs of a token id and a number"
-            raise Problem(400, problem, param="logit_bias")
+            raise invalid("logit_bias", problem)
         biases[int(pair[0])] = pair[1]
     return biases

@@ -13,7 +13,7 @@ from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent, ContentBlock, is_object
 from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.fields import NOT_OF_RESPONSES, OF_RESPONSES, Body, Items
-from foredraft.serve.problems import LengthFields, Problem
+from foredraft.serve.problems import LengthFields, Problem, invalid
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import Status
 from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest, Further
@@ -136,7 +136,7 @@ def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
         return choice
     if choice.type != "function":
         says = f"tool_choice names {shortened(choice.type)}, and this server calls functions only"
-        raise Problem(400, says, param="tool_choice", code="unsupported_parameter")
+        raise invalid("tool_choice", says, code="unsupported_parameter")
     return {"type": "function", "function": {"name": choice.name}}
 
 

@@ -21,7 +21,7 @@ from foredraft.serve.bodies import json_object
 from foredraft.serve.limits import Bodies, Keys
 from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.offload import offloaded
-from foredraft.serve.problems import Problem, forget_frames
+from foredraft.serve.problems import Problem, forget_frames, invalid
 from foredraft.serve.replies import Event
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Socket:
             frame = await offloaded(len(text), json_object, text, self._max_frame)
             given = frame.pop("id", None)
             if not isinstance(given, str) or not 0 < len(given) <= 256 or invalid_at(given) is not None:
-                raise Problem(400, "a frame needs an id: a string of 1 to 256 characters", param="id")
+                raise invalid("id", "a frame needs an id: a string of 1 to 256 characters")
             task = self._tasks.get(given)
             if frame.get("cancel") is not True and task is not None:
                 body = Problem(409, f"request {given!r} is open already", param="id").body

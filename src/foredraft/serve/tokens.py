@@ -15,7 +15,7 @@ from foredraft.serve import reply_types
 from foredraft.serve.fields import NOT_OF_TOKENS, OF_TOKENS, Body, Items
 from foredraft.serve.generations import Model
 from foredraft.serve.messages import CountTokensRequest, MessageReply
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import invalid
 from foredraft.serve.requests import ChatRequest, Job, Notes, as_problems, check_model
 from foredraft.serve.responses import ResponsesRequest
 from foredraft.serve.streaming import as_json
@@ -59,10 +59,9 @@ class TokenizeRequest(_TokensRequest):
         tokenizer = self.tokenizer_of(model)
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
-            raise Problem(400, "prompt is missing; give prompt, content or messages", param="prompt")
+            raise invalid("prompt", "prompt is missing; give prompt, content or messages")
         if len(given) > 1:
-            problem = f"{given[0]} cannot hold together with {given[1]}; give one of them"
-            raise Problem(400, problem, param=given[1])
+            raise invalid(given[1], f"{given[0]} cannot hold together with {given[1]}; give one of them")
         ids = self._ids(model, tokenizer)
         pieces = [as_json(ids[start : start + PIECE])[1:-1] for start in range(0, len(ids), PIECE)]
         rest = as_json({"count": len(ids), "max_model_len": model.llm.max_length})
@@ -73,12 +72,12 @@ class TokenizeRequest(_TokensRequest):
         if self.messages is not None:
             if self.add_special_tokens:
                 problem = "the chat template writes the special tokens of messages; leave it out"
-                raise Problem(400, f"add_special_tokens: {problem}", param="add_special_tokens")
+                raise invalid("add_special_tokens", f"add_special_tokens: {problem}")
             chat = ChatRequest.read({"messages": self.messages, "max_tokens": 0, **fields})
             return Job.of(chat, model.llm, model.names).prompts[0]
         for name, value in fields.items():
             if value is not None:
-                raise Problem(400, f"{name} needs messages", param=name)
+                raise invalid(name, f"{name} needs messages")
         if self.content is not None:
             return tokenizer.encode(self.content, bool(self.add_special or self.add_special_tokens))
         return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
@@ -93,7 +92,7 @@ class DetokenizeRequest(_TokensRequest):
         """Return the reply in JSON; it may take long for many tokens."""
         tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
-            raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
+            raise invalid("tokens", f"tokens must be ids of this model, from 0 to {size - 1}")
         stream = tokenizer.detokenizer(skip_special=False)
         # the texts of a million tokens at once would leave memory behind
         starts = range(0, len(self.tokens), PIECE)
@@ -141,7 +140,7 @@ READERS = {
 
 def tokenizer_of(model: Model) -> Tokenizer:
     if model.llm.tokenizer is None:
-        raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
+        raise invalid("model", "this model has no tokenizer; use token ids everywhere")
     return model.llm.tokenizer
 
 
