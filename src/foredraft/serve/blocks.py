@@ -49,8 +49,6 @@ ID_LENGTH = 9  # letters and digits, as Mistral's template asks
 
 @dataclass(slots=True)
 class ParsedToolCall:
-    """One call."""
-
     index: int  # among the calls of its text
     name: str  # of the tool
     arguments: str = ""  # JSON as the model wrote it, so far
@@ -62,8 +60,6 @@ Event: TypeAlias = tuple[ParsedToolCall | None, str]
 
 
 class CallReader:
-    """Reads one text piece by piece."""
-
     def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
         self._format, self._names, self._most = format, frozenset(names), most
         self._heads = [
@@ -80,12 +76,10 @@ class CallReader:
         self._cut = False  # a limit has ended the text
 
     def read(self, piece: str) -> list[Event]:
-        """Return what a further piece of the text shows."""
         self._text += piece
         return self._settle(ended=False)
 
     def end(self, *, cut: bool = False) -> list[Event]:
-        """Return what is left at the end of the text."""
         self._cut = cut
         return self._settle(ended=True)
 
@@ -268,8 +262,6 @@ class ShownToken:
 
 @dataclass(slots=True)
 class ContentBlock:
-    """A part of a reply."""
-
     index: int  # of the block in its reply
     call: ParsedToolCall | None = None  # the call; None for text
     text: str = ""  # so far: the text, or the arguments as JSON

@@ -184,8 +184,6 @@ class _Reply(Reply):
 
 
 class ChatReply(_Reply):
-    """Of POST /v1/chat/completions."""
-
     request, types = ChatRequest, (reply_types.Chat, reply_types.ChatChunk)
     route, objects = "chat_completions", ("chat.completion", "chat.completion.chunk")
     lengths = LengthFields("messages", ("max_completion_tokens", "max_tokens"), SHORTEN)
@@ -231,8 +229,6 @@ class ChatReply(_Reply):
 
 
 class CompletionReply(_Reply):
-    """Of POST /v1/completions."""
-
     request, types = CompletionRequest, (reply_types.Completion, reply_types.CompletionChunk)
     route, operation, objects = "completions", "text_completion", ("text_completion", "text_completion")
     lengths = LengthFields("prompt", ("max_tokens",), SHORTEN)

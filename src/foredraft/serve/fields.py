@@ -278,7 +278,6 @@ class Body(BaseModel, extra="allow", strict=True):
         raise NotImplementedError
 
     def refuse_unsupported(self) -> None:
-        """Raise Problem for the first field that is not supported."""
         for name, refused in self.unsupported.items():
             if (self.model_extra or {}).get(name) not in refused.off:
                 message = f"{name} is not supported; {refused.instead}"

@@ -33,8 +33,6 @@ UNNAMED = re.compile(r"key [0-9]+(?=\s+\S+$)")  # the name of a key that was giv
 
 
 class Keys:
-    """The keys that a server takes; without any it asks for none."""
-
     def __init__(self, lines: list[str]) -> None:
         self._digests: list[bytes] = []
         self._names: list[str] = []
@@ -107,8 +105,6 @@ HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the su
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client of a request."""
-
     name: str  # of the API key; without keys, the address
     key: str  # name of the API key; "" where none is asked for
 
@@ -158,7 +154,6 @@ class Shared:
         return self._amounts[client]
 
     def add(self, client: str, more: int) -> None:
-        """Add to the amount of a client; a negative number takes away."""
         self._amounts[client] += more
         if not self._amounts[client]:
             del self._amounts[client]
@@ -204,8 +199,6 @@ class Bodies(Shared):
 
 
 class Permit(NamedTuple):
-    """The permit of one request to run or wait."""
-
     samples: Held
     tokens: Held  # of its prompts
 
@@ -228,7 +221,6 @@ class Limits:
         self.tokens = shared(settings.max_queued_tokens, says, "prompt tokens")
 
     def take(self, samples: int, client: str) -> Permit:
-        """Return the permit of a request to run or wait."""
         all_, most = self.samples.most(), self._most_of_client
         if samples <= all_:
             self.samples.check(client, samples)

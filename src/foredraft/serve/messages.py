@@ -168,8 +168,6 @@ def error_body(problem: Problem) -> dict[str, Any]:
 
 
 class MessageReply(BlockReply):
-    """Of POST /v1/messages."""
-
     request, types = MessagesRequest, (reply_types.Message, reply_types.MessageEvent)
     route = "answer_messages"
     lengths = LengthFields("messages")

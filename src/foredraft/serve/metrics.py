@@ -57,8 +57,6 @@ METRICS: dict[str, tuple[Any, str, str, str]] = {
 
 
 class Metrics:
-    """The metrics of one server."""
-
     def __init__(self, *, vllm: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.by_name: dict[str, Any] = {}
@@ -69,7 +67,6 @@ class Metrics:
             self.by_name[name] = kind(shown, help, labels, registry=self.registry, **more)
 
     def count(self, name: str, more: float = 1, *, label: object = None) -> None:
-        """Add to a counter."""
         counter = self.by_name[name]
         (counter if label is None else counter.labels(label)).inc(more)
 
@@ -109,8 +106,6 @@ def labelled(texts: Mapping[str, str]) -> bytes:
 
 
 class Tracing:
-    """Makes spans."""
-
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("foredraft", foredraft.__version__)

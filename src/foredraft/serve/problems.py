@@ -25,8 +25,6 @@ MAX_SHOWN = 1000  # characters of a message
 
 
 class Problem(Exception):
-    """An error with its HTTP status."""
-
     def __init__(
         self,
         status: int,  # the HTTP status
@@ -117,7 +115,6 @@ def forget_frames(error: BaseException) -> None:
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> Problem:
-    """Return the refusal of a request for one of its fields."""
     return Problem(400, message, param=param, code=code)
 
 

@@ -46,8 +46,6 @@ class Part(NamedTuple):
 
 
 class Sample:
-    """One sample of a request, as far as it has come."""
-
     _thought: int | None = None  # tokens of its thinking, once that has ended
 
     def __init__(self, index: int, blocks: ContentBlocks, scored: ScoredText | None = None) -> None:
@@ -148,7 +146,6 @@ class Reply(ABC):
         self.broken()
 
     async def finish(self) -> Event:
-        """Return the whole reply once all samples have ended."""
         come: dict[int, list[Piece]] = defaultdict(list)
         async for taken in self.generation.pieces():
             for index, pieces in taken.items():

@@ -288,8 +288,6 @@ class CompletionRequest(_Request):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as the library understands it."""
-
     request: ChatRequest | CompletionRequest  # how the reply shows what comes
     asked: list[Submission]  # one for each prompt, alike but for it; the client is not known yet
     tools: Tools | None = None  # that the reply may call

@@ -48,7 +48,6 @@ def schemas_in(keyword: str, value: Any) -> Iterator[tuple[Path, Schema]]:
 
 
 def _below(node: Schema) -> Iterator[Schema]:
-    """Yield the schemas that a schema holds directly."""
     for keyword, value in node.items():
         yield from (each for _, each in schemas_in(keyword, value))
 
@@ -168,7 +167,6 @@ def _unique(_: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
 
 
 def _has_patterns(node: Schema) -> bool:
-    """Return whether a schema names properties by regular expressions anywhere."""
     return "patternProperties" in node or any(map(_has_patterns, _below(node)))
 
 
@@ -186,7 +184,6 @@ def closed(schema: Schema) -> Schema:
 
 
 def _closed(node: Schema, path: Path, shared: frozenset[str], *, among: bool) -> Schema:
-    """Return a schema of the tree, closed."""
     several = _gives_with_others(node)
 
     def change(each: Schema, at: Path) -> Schema:
@@ -302,7 +299,6 @@ def _tidied(node: Schema, path: Path) -> Schema:
 
 
 def _refusal(schema: Schema) -> str | None:
-    """Return why the library refuses a schema; None where it takes it."""
     try:
         check_grammar("json_schema", json.dumps(schema))
     except RequestError as error:
@@ -317,8 +313,6 @@ def _references(node: Schema) -> list[str]:
 
 
 class _Fitting:
-    """The fitting of one schema."""
-
     def __init__(self) -> None:
         self.left_out: list[Path] = []  # the places of the keywords that the grammar does not hold
         self._end = time.monotonic() + SECONDS
@@ -347,7 +341,6 @@ class _Fitting:
         return {}
 
     def _holds(self, node: Schema) -> bool:
-        """Return whether the library takes a schema, whatever its references name."""
         if time.monotonic() > self._end:
             raise RequestError("has too much that is not supported", remedy="give a simpler schema")
         return _refusal(_unbound(node, ())) is None

@@ -29,8 +29,6 @@ PRINTABLE = range(0x20, 0x7F)  # bytes that OpenAI's spelling of a part of a cha
 
 
 class Provenance:
-    """The provenance of one sample, while it comes."""
-
     def __init__(self, shown: Callable[[int], str]) -> None:
         self._shown = shown
         self._entries: list[dict[str, Any]] = []
@@ -69,8 +67,6 @@ class _Token:
 
 
 class ScoredText:
-    """The scored text of one sample."""
-
     def __init__(self, texts: TokenTexts, *, hides: bool, counts: bool = False) -> None:
         self._texts, self._hides, self._counts = texts, hides, counts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -213,7 +209,6 @@ class TokenTexts:
         return self._tokenizer is not None
 
     def is_special(self, id: int) -> bool:
-        """Return whether a token is a special one, which most texts leave out."""
         return self._tokenizer is not None and id in self._tokenizer.special
 
     def data(self, id: int) -> bytes:
@@ -311,7 +306,6 @@ class Offsets:
         return found
 
     def logprobs(self, tokens: Iterable[ShownToken]) -> dict[str, list[Any]]:
-        """Return the scores of the next tokens as completions have them: each with its own among the top."""
         found: dict[str, list[Any]]
         found = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for token in tokens:

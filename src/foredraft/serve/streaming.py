@@ -83,8 +83,6 @@ Run = Callable[[dict[str, Any], Callable[[Event], Awaitable[None]]], Awaitable[N
 
 
 class Socket:
-    """One WebSocket and its requests."""
-
     def __init__(
         self,
         socket: WebSocket,  # accepted already

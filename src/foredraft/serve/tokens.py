@@ -55,7 +55,6 @@ class TokenizeRequest(_TokensRequest):
     continue_final_message: bool | None = None
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for a long text."""
         tokenizer = self.tokenizer_of(model)
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
@@ -89,7 +88,6 @@ class DetokenizeRequest(_TokensRequest):
     tokens: Items[int]
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for many tokens."""
         tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
             raise invalid("tokens", f"tokens must be ids of this model, from 0 to {size - 1}")
@@ -101,8 +99,6 @@ class DetokenizeRequest(_TokensRequest):
 
 
 class Reader(NamedTuple):
-    """A route that reads a body without generating."""
-
     name: str  # of the route
     request: type[Body]  # the type of its body
     type: Any  # the type of its reply
@@ -116,7 +112,6 @@ class Reader(NamedTuple):
         return given if isinstance(given, TokenizeRequest | DetokenizeRequest) else given.chat()
 
     def answer(self, given: Body, model: Model) -> tuple[bytes, Notes]:
-        """Return the reply in JSON, and the notes of its headers; it may take long for a long body."""
         if isinstance(given, TokenizeRequest | DetokenizeRequest):
             return given.answer(model), {"x-ignored-fields": sorted(given.further)}
         chat = cast(ChatRequest, given)

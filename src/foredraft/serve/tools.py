@@ -83,8 +83,6 @@ ToolChoice = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request."""
-
     functions: tuple[Function, ...]  # all that the prompt describes
     callable: tuple[Function, ...]  # those that may be called
     schemas: Mapping[str, Fitted]  # of their arguments by name, as the grammar holds them
@@ -231,7 +229,6 @@ def _fitted(function: Function) -> Fitted:
 def fitted_schema(
     subject: str, schema: dict[str, Any], param: str, *, strict: bool | None, close: bool | None
 ) -> Fitted:
-    """Return a schema as a grammar holds it."""
     try:
         fitted = fit(schema, close=bool(close))
     except RequestError as error:

@@ -44,8 +44,6 @@ METRICS_SECONDS = 5.0  # that a replica has for its metrics
 
 
 class Ingress:
-    """The ingress of an application."""
-
     def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, prefix_characters: int) -> None:
         self._replicas, self._settings, self._characters = replicas, settings, prefix_characters
         self._calls = replicas.options(method_name="answer", stream=True)
@@ -112,7 +110,6 @@ class Ingress:
             answers.cancel()
 
     async def _metrics(self, request: Request) -> Response:
-        """Return the metrics of all replicas, each with a label of its own."""
         self._keys.check(request.headers.get("authorization"))
         answers = self._replicas.broadcast("metrics")
         found = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
@@ -177,7 +174,6 @@ def _with(head: Message, response: Response) -> Response:
 
 
 async def _chunks(parts: Parts) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the objects of a stream of events."""
     head, rest = await anext(parts), b""
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n\n")

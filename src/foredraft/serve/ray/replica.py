@@ -29,8 +29,6 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """An HTTP request."""
-
     method: str  # GET, POST, ..
     path: str  # of the URL
     query: bytes  # of the URL
