@@ -293,7 +293,7 @@ def test_a_rolling_restart_loses_no_request(running: Cluster, llm: LLM) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's own, and of a `__del__` that Ray awaits and Python does not
 def test_a_replica_whose_engine_has_ended_is_not_healthy() -> None:
-    from foredraft.serve.ray.replica import Replica
+    from foredraft.serve.ray.deployments import Replica
     from foredraft.serve.settings import Settings
 
     async def live() -> None:
