@@ -1,9 +1,9 @@
 """The deployments: an ingress that takes requests, replicas that answer them, and the router between both.
 
 A replica is the app of `foredraft serve`, called by the ingress instead of by a socket. The router chooses it
-by the rule of `affinity`: all routers know the same replicas, so they agree about the replica of a key without
-a word between them. A replica's bytes go to the client as they come. The ingress answers only where a replica
-died or too much waits. It sends no request again: one that kills its replica must not kill the next.
+by the rule of `affinity`: all routers know the same replicas, so they agree about the replica of a key. The
+bytes of a replica go to the client as they come. The ingress answers only where a replica died or too much
+waits. It sends no request again: one that kills its replica must not kill the next.
 """
 
 from __future__ import annotations
