@@ -88,13 +88,13 @@ def items_of(events: list[Event]) -> list[dict[str, Any]]:
 @SIZES
 @pytest.mark.parametrize("calls", [True, False], ids=["tools", "no tools"])
 def test_a_chat_has_reasoning_text_and_calls_in_chunks(size: int, calls: bool) -> None:
-    events, sample = Written(TEXT, size, calls=calls).streamed(ChatReply)
+    events, _ = Written(TEXT, size, calls=calls).streamed(ChatReply)
     found, last = chat_of(events), events[-1]["choices"][0]
     assert found["reasoning_content"] == found["reasoning"] == THOUGHT
     assert found["content"] == ("Two files.Done." if calls else ANSWER)
     assert found["calls"] == (CALLS if calls else [])
     assert last["delta"] == {} and last["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert sample.reasoning_tokens == -(-CLOSED // size)
+    check_chat(Written(TEXT, size, calls=calls), -(-CLOSED // size))
 
 
 @SIZES
@@ -169,11 +169,6 @@ def check_limit(end: int) -> None:
 def test_streams_are_the_whole_replies_at_every_limit() -> None:
     for end in range(len(TEXT) + 1):
         check_limit(end)
-
-
-@pytest.mark.parametrize("size", [7, 1000])
-def test_a_whole_chat_is_its_stream(size: int) -> None:
-    check_chat(Written(TEXT, size), -(-CLOSED // size))
 
 
 def test_a_reply_without_reasoning_has_no_sign_of_it() -> None:

@@ -34,17 +34,16 @@ UNNAMED = re.compile(r"key [0-9]+(?=\s+\S+$)")  # the name of a key that was giv
 
 class Keys:
     def __init__(self, lines: list[str]) -> None:
-        self._digests: list[bytes] = []
-        self._names: list[str] = []
+        self._known: list[tuple[bytes, str]] = []  # digests and names
         for place, line in enumerate(lines):
             *name, key = line.rsplit(maxsplit=1)
             # clients may write a key that is not ASCII in two ways
             for encoding in ("utf-8", "latin-1") if max(key) < "\u0100" else ("utf-8",):
-                self._digests.append(hashlib.sha256(key.encode(encoding)).digest())
-                self._names.append(name[0].strip() if name else f"key {place}")
+                digest = hashlib.sha256(key.encode(encoding)).digest()
+                self._known.append((digest, name[0].strip() if name else f"key {place}"))
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._known)
 
     @classmethod
     def of(cls, settings: Settings) -> Keys:
@@ -62,21 +61,21 @@ class Keys:
 
     def check(self, authorization: str | None, key: str | None = None) -> str:
         """Return the name of the key in a header, or of `key`; "" where the server asks for none."""
-        if not self._digests:
+        if not self:
             return ""
         scheme, _, bearer = (authorization or "").partition(" ")
         if key is None and scheme.lower() == "bearer":
             key = bearer
         # ASGI hands the bytes of a header over as Latin-1.
         digest = hashlib.sha256((key or "").strip(" \t").encode("latin-1", "replace")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if key is None or not any(matches):
+        names = [name for known, name in self._known if hmac.compare_digest(digest, known)]
+        if key is None or not names:
             raise Problem(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        current().key = name = self._names[matches.index(True)]
-        return name
+        current().key = names[0]
+        return names[0]
 
 
 def _read(file: Path) -> list[str]:

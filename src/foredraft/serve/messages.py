@@ -19,7 +19,7 @@ from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
 from foredraft.serve.problems import LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import StopReason
-from foredraft.serve.requests import ChatRequest, Further
+from foredraft.serve.requests import ChatRequest
 from foredraft.serve.responses import kind_of
 
 # Why the library ends a text -> stop_reason of this API.
@@ -126,7 +126,7 @@ class MessagesRequest(Body):
         }  # fmt: skip
         thinks = None if self.thinking is None else THINKS.get(self.thinking.type)
         ignored = dict.fromkeys(each.name or each.type for each in given if isinstance(each, ServerTool))
-        return ChatRequest.of(body, Further(cuts_length=True, thinks=thinks, ignored_tools=tuple(ignored)))
+        return ChatRequest.of(body, ignored, thinks, cuts=True)
 
 
 class CountTokensRequest(MessagesRequest):

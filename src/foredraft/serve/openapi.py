@@ -46,10 +46,7 @@ def capabilities(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PAGE_TYPES = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml",
-}  # fmt: skip
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'",

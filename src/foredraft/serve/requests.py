@@ -6,7 +6,7 @@ here, such as `user`, is taken; an unknown one is ignored, and the header `x-ign
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,9 +128,9 @@ class _Request(_Sampling):
         """The one form of the text that is asked for; None where any text is allowed."""
         forms: list[Form] = []
         if self.answer is not None:
-            forms.append(Form("response_format", "json_schema", self.answer.schema))
+            forms = [Form("response_format", "json_schema", self.answer.schema)]
         elif self.response_format is not None and self.response_format.type == "json_object":
-            forms.append(Form("response_format", "json_object", True))
+            forms = [Form("response_format", "json_object", True)]
         if (given := self.structured_outputs) is not None:
             options = {
                 "json_schema": given.json_, "regex": given.regex, "choices": given.choice,
@@ -165,16 +165,6 @@ class _Request(_Sampling):
         return fitted_schema("the answer", schema, "response_format", strict=strict, close=strict)
 
 
-@dataclass(frozen=True, slots=True)
-class Further:
-    """What a request in another shape of the API asks for beyond the fields of a chat."""
-
-    cuts_length: bool = False  # as many new tokens as there is room for, where it asks for more
-    # whether the reply begins with reasoning, for templates that can choose; None leaves it open
-    thinks: bool | None = None
-    ignored_tools: tuple[str, ...] = ()  # tools that the server has no use for
-
-
 class ChatRequest(_Request):
     """The body of POST /v1/chat/completions."""
 
@@ -193,18 +183,30 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     stop_in_reasoning: bool | None = None
-    _further: Further = PrivateAttr(default=Further())
+    # of a request in another shape of the API:
+    _cuts_length: bool = PrivateAttr(default=False)  # as many new tokens as there is room for are enough
+    _thinks: bool | None = PrivateAttr(
+        default=None
+    )  # the reply begins with reasoning, if templates can choose
+    _ignored_tools: tuple[str, ...] = PrivateAttr(default=())  # tools that the server has no use for
 
     @classmethod
-    def of(cls, body: dict[str, Any], further: Further) -> ChatRequest:
+    def of(
+        cls,
+        body: dict[str, Any],
+        ignored_tools: Iterable[str],
+        thinks: bool | None = None,
+        *,
+        cuts: bool = False,
+    ) -> ChatRequest:
         """Return the chat of a request in another shape; errors as `read`."""
         request = cls.read(body)
-        request._further = further
+        request._ignored_tools, request._thinks, request._cuts_length = tuple(ignored_tools), thinks, cuts
         return request
 
     @property
     def ignored_tools(self) -> tuple[str, ...]:
-        return self._further.ignored_tools
+        return self._ignored_tools
 
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
@@ -220,7 +222,7 @@ class ChatRequest(_Request):
         tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, chat)
         variables, unread = template_variables(
             chat, given, effort=self.reasoning_effort, thinks=self.enable_thinking,
-            prefers=self._further.thinks, with_tools=tools is not None,
+            prefers=self._thinks, with_tools=tools is not None,
         )  # fmt: skip
         if self.add_generation_prompt is not None:
             variables["add_generation_prompt"] = self.add_generation_prompt
@@ -237,7 +239,7 @@ class ChatRequest(_Request):
         prompt = self.kept(llm.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, llm.max_length - len(prompt))
         most = options.setdefault("max_new_tokens", room)
-        if self._further.cuts_length:
+        if self._cuts_length:
             options["max_new_tokens"] = min(most, room)
         if self.max_completion_tokens is not None:
             options["max_new_tokens"] = self.max_completion_tokens

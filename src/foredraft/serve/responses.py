@@ -16,7 +16,7 @@ from foredraft.serve.fields import NOT_OF_RESPONSES, OF_RESPONSES, Body, Items
 from foredraft.serve.problems import LengthFields, Problem, invalid
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import Status
-from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest, Further
+from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest
 from foredraft.serve.tools import Function
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values name what no reply has here
@@ -121,7 +121,7 @@ class ResponsesRequest(Body):
             "truncate_prompt": "left" if self.truncation == "auto" else None,
         }  # fmt: skip
         others = dict.fromkeys(tool.shown for tool in tools if isinstance(tool, OtherTool))
-        return ChatRequest.of(body, Further(ignored_tools=tuple(others)))
+        return ChatRequest.of(body, others)
 
 
 def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
@@ -206,6 +206,7 @@ class ResponseReply(BlockReply):
         output, sample = self.sample.output, self.sample
         blocks = [] if output is None else sample.blocks.all
         reason = None if output is None else CUT.get(output.finish_reason)
+        status = "in_progress" if output is None else "completed" if reason is None else "incomplete"
         usage = None if output is None else {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens},
@@ -216,20 +217,15 @@ class ResponseReply(BlockReply):
         return {
             "id": f"resp_{self.id}", "object": "response", "created_at": self.created, "model": self.model,
             "error": None, "incomplete_details": None if reason is None else {"reason": reason},
-            **self._repeated, "status": self._status(),
+            **self._repeated, "status": status,
             "output": [self._item(each, self._block_status(each)) for each in blocks], "usage": usage,
         }  # fmt: skip
 
-    def _status(self) -> Status:
-        output = self.sample.output
-        if output is None:
-            return "in_progress"
-        return "incomplete" if output.finish_reason in CUT else "completed"
-
     def _block_status(self, block: ContentBlock) -> Status:
         """Return how a block ended; the last one may be cut, as the output is."""
-        last, call = block is self.sample.blocks.all[-1], block.call is not None
-        cut = last and self._status() == "incomplete" and not (call and is_object(block.text))
+        last, output = block is self.sample.blocks.all[-1], self.sample.output
+        ended = last and output is not None and output.finish_reason in CUT
+        cut = ended and not (block.call is not None and is_object(block.text))
         return "incomplete" if cut else "completed"
 
     def _item(self, block: ContentBlock, status: Status) -> Event:

@@ -325,14 +325,14 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = make_server(app, settings)
 
-    def fail(error: BaseException) -> None:
-        server.should_exit = True
-
-    def ready(model: Model) -> None:
+    def loaded(model: Model | None) -> None:
+        if model is None:
+            server.should_exit = True
+            return
         freeze_what_is_loaded()  # to walk over it stops all streams for 0.13 s
         on_ready(address, model, bool(state.keys))
 
-    state.on_ready, state.on_failure = ready, fail
+    state.on_loaded = loaded
     with to_stderr(settings):
         server.run(sockets=[listening])
     if state.failed is not None:

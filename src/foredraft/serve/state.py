@@ -48,8 +48,7 @@ class App:
         self.draining = False
         self.bodies = Bodies(lambda: self.most_of_bodies)
         self._untidy = False  # a large request has ended since the last tidying up
-        self.on_ready: Callable[[Model], None] = lambda model: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_loaded: Callable[[Model | None], None] = lambda model: None  # None: it could not be
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -79,10 +78,8 @@ class App:
             self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
         except Exception as error:
             self.failed = error
-            self.on_failure(error)
-            return
         # it may print, and a stream that is not read must not stop the event loop
-        await anyio.to_thread.run_sync(self.on_ready, self.model, abandon_on_cancel=True)
+        await anyio.to_thread.run_sync(self.on_loaded, self.model, abandon_on_cancel=True)
 
     async def _sweep(self) -> None:
         while True:

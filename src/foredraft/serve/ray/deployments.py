@@ -104,9 +104,12 @@ class Replica:
         self._app = create_app(lambda: foredraft.load(model, **load), settings, local=False)
         self._state: App = self._app.state.foredraft
         self._lifespan = self._app.router.lifespan_context(self._app)
-        loaded = asyncio.Event()
-        self._state.on_ready = lambda _: loaded.set()
-        self._state.on_failure = lambda _: loaded.set()
+        loop, loaded = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            loop.call_soon_threadsafe(loaded.set)
+
+        self._state.on_loaded = end
         await self._lifespan.__aenter__()
         await loaded.wait()
         if self._state.failed is not None:
