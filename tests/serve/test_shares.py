@@ -15,7 +15,8 @@ from foredraft.drafters.lookup import Suffix
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
-from foredraft.serve.limits import Client, Keys, Limits
+from foredraft.serve.limits import Keys, Limits, client_of, owned
+from foredraft.serve.logs import RequestRecord
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
@@ -116,18 +117,19 @@ def test_a_request_adds_a_salt_of_its_own(llm: LLM, keys: Path) -> None:
 
 
 def test_a_client_is_a_key_or_an_address() -> None:
-    def asked(client: Client, salt: str | None = None, **settings: bool) -> tuple[Any, ...]:
-        found = client.asks(Submission([5], SamplingParams()), Settings(**settings), salt)  # type: ignore[arg-type]
+    def asked(key: str, salt: str | None = None, **settings: bool) -> tuple[Any, ...]:
+        record = RequestRecord("", "", key=key, address="10.0.0.1")
+        found = owned(Submission([5], SamplingParams()), record, Settings(**settings), salt)  # type: ignore[arg-type]
         return found.client, found.salts, found.text_salts
 
-    alice, own, shared = Client.of("alice", "10.0.0.1"), ("alice", ""), ("", "")
-    assert asked(alice) == ("alice", own, own)
-    assert asked(alice, shared_prefixes=True) == ("alice", shared, own)
-    assert asked(alice, share_texts=True) == ("alice", own, shared)
-    assert asked(alice, fair_shares=False) == ("", own, own)
-    assert asked(Client.of("", "10.0.0.1"), "s") == ("10.0.0.1", ("", "s"), ("", "s"))
+    own, shared = ("alice", ""), ("", "")
+    assert asked("alice") == ("alice", own, own)
+    assert asked("alice", shared_prefixes=True) == ("alice", shared, own)
+    assert asked("alice", share_texts=True) == ("alice", own, shared)
+    assert asked("alice", fair_shares=False) == ("", own, own)
+    assert asked("", "s") == ("10.0.0.1", ("", "s"), ("", "s"))
     addresses = ("::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2:1", "2001:db9::1")
-    mapped, one, near, far = (Client.of("", address).name for address in addresses)
+    mapped, one, near, far = (client_of("", address) for address in addresses)
     assert mapped == "10.0.0.1" and one == near != far
     assert Prefix.salted("", "") == Prefix() != Prefix.salted("a", "") != Prefix.salted("", "a")
 
@@ -261,7 +263,7 @@ def test_a_key_s_texts_are_its_own(llm: LLM, keys: Path, monkeypatch: pytest.Mon
     check_keys_are_apart(llm, keys)
     check = lambda: check_keys_are_apart(llm, keys)  # noqa: E731
     one_scope = lambda share: lambda *given: replace(share(*given), text_salts=())  # noqa: E731
-    assert_caught(defect("another key's text is drafted", Client.asks, one_scope, check), monkeypatch)
+    assert_caught(defect("another key's text is drafted", owned, one_scope, check), monkeypatch)
 
 
 def test_texts_are_shared_where_the_operator_says_so(llm: LLM, keys: Path) -> None:

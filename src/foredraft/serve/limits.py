@@ -15,14 +15,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from foredraft.errors import ConfigError
 from foredraft.llm.requests import Submission
-from foredraft.serve.logs import current
+from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, busy, invalid
 from foredraft.serve.settings import Settings
@@ -102,37 +101,32 @@ def _read(file: Path) -> list[str]:
 HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the subscriber's own choice
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
-    name: str  # of the API key; without keys, the address
-    key: str  # name of the API key; "" where none is asked for
+def client_of(key: str, address: str) -> str:
+    """Return the client with a key, or without keys the one at an address.
 
-    @classmethod
-    def of(cls, key: str, address: str) -> Self:
-        """Return the client with a key, or without keys the one at an address.
+    Examples:
+        >>> client_of("", "2001:db8::1") == client_of("", "2001:db8::2")
+        True
+    """
+    if key:
+        return key
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # a socket of Unix, or a test
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.ip_network((int(found), HOME), strict=False))
+    return str(found)
 
-        Examples:
-            >>> Client.of("", "2001:db8::1") == Client.of("", "2001:db8::2")
-            True
-        """
-        home = address
-        with suppress(ValueError):  # a socket of Unix, or a test
-            found = ipaddress.ip_address(address)
-            if isinstance(found, ipaddress.IPv6Address):
-                network = ipaddress.ip_network((int(found), HOME), strict=False)
-                found, home = found.ipv4_mapped or found, str(network)
-            if isinstance(found, ipaddress.IPv4Address):
-                home = str(found)
-        return cls(key or home, key)
 
-    def asks(self, asked: Submission, settings: Settings, cache_salt: str | None) -> Submission:
-        """Return what the engine gets of a submission of this client; `cache_salt` is the request's own."""
-        own, salt = self.key, cache_salt or ""
-        return replace(
-            asked, client=self.name if settings.fair_shares else "",
-            salts=("" if settings.shared_prefixes else own, salt),
-            text_salts=("" if settings.share_texts else own, salt),
-        )  # fmt: skip
+def owned(asked: Submission, record: RequestRecord, settings: Settings, cache_salt: str | None) -> Submission:
+    """Return a submission as that of its client; `cache_salt` is the request's own."""
+    own, salt = record.key, cache_salt or ""
+    return replace(
+        asked, client=client_of(own, record.address) if settings.fair_shares else "",
+        salts=("" if settings.shared_prefixes else own, salt),
+        text_salts=("" if settings.share_texts else own, salt),
+    )  # fmt: skip
 
 
 OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
@@ -194,7 +188,7 @@ class Bodies(Shared):
 
     def of_address(self, address: str) -> Held:
         """Return what holds one body from when it comes until its request is answered."""
-        return Held(self, Client.of("", address).name)
+        return Held(self, client_of("", address))
 
 
 class Permit(NamedTuple):

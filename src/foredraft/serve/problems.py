@@ -58,10 +58,6 @@ class LengthFields(NamedTuple):
     new: tuple[str, ...] = ()  # say how many new tokens are asked for; the first one that is given counts
     shorten: str = ""  # what makes the server shorten a prompt, as a remedy names it
 
-    def asked(self, body: Mapping[str, object]) -> str | None:
-        """Return the field by which a body asks for a number of tokens; None where none does."""
-        return next((name for name in self.new if body.get(name) is not None), None)
-
 
 class TooLong(Problem):
     """A prompt, perhaps with the tokens that are asked for, is longer than the context.
@@ -72,7 +68,8 @@ class TooLong(Problem):
     chat_models of libs/partners/openai and libs/partners/anthropic).
     """
 
-    def __init__(self, error: ContextLengthError, fields: LengthFields, asked: str | None) -> None:
+    def __init__(self, error: ContextLengthError, fields: LengthFields, body: Mapping[str, object]) -> None:
+        asked = next((name for name in fields.new if body.get(name) is not None), None)
         has, remedy = f"it has {error.prompt}", f"shorten {fields.prompt}"
         if asked is not None:
             has += f" and {asked} asks for {error.new}"

@@ -358,7 +358,7 @@ def as_problems(
     except ContextLengthError as error:
         if lengths is None:
             raise of_error(error) from error
-        raise TooLong(error, lengths, lengths.asked(body or {})) from error
+        raise TooLong(error, lengths, body or {}) from error
     except ForedraftError as error:
         problem, form = of_error(error), None if request is None else request.form
         if form is not None and isinstance(error, RequestError) and error.option == form.option != form.field:

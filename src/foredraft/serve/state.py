@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from foredraft.llm import LLM
 from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES
 from foredraft.serve.generations import Model
-from foredraft.serve.limits import Bodies, Client, Keys
+from foredraft.serve.limits import Bodies, Keys, client_of, owned
 from foredraft.serve.logs import REFUSALS, RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
@@ -129,7 +129,7 @@ class App:
             raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self.model
 
-    async def start(self, shape: type[Reply], body: dict[str, Any], key: str) -> Reply:
+    async def start(self, shape: type[Reply], body: dict[str, Any]) -> Reply:
         record = current()
         record.operation = shape.operation
         model = self.ready()
@@ -141,8 +141,7 @@ class App:
         if self.draining:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
-        client = Client.of(key, record.address)
-        permit, generation = model.limits.take(count, client.name), None
+        permit, generation = model.limits.take(count, client_of(record.key, record.address)), None
         try:
             with as_problems(request, shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
@@ -151,7 +150,7 @@ class App:
                     logger.warning(says, ", ".join(request.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                own = [client.asks(each, self.settings, request.cache_salt) for each in job.asked]
+                own = [owned(each, record, self.settings, request.cache_salt) for each in job.asked]
                 generation = await model.start(replace(job, asked=own), permit)
             return shape(record.own_id, model.names[0], body, generation, model.texts)
         except BaseException as error:

@@ -67,15 +67,15 @@ def plain_text(event: Event | None) -> bytes:
     ).encode()
 
 
-async def opened(socket: WebSocket, keys: Keys) -> str | None:
-    """Accept a WebSocket and return the name of its key; None where it was refused."""
+async def opened(socket: WebSocket, keys: Keys) -> bool:
+    """Accept a WebSocket; return False where its key is refused."""
     try:
-        name = keys.check(socket.headers.get("authorization"))
+        keys.check(socket.headers.get("authorization"))
     except Problem:
         await socket.close(code=1008, reason="the API key is missing or wrong")
-        return None
+        return False
     await socket.accept()
-    return name
+    return True
 
 
 MAX_OPEN = 64  # requests of one socket at a time

@@ -261,7 +261,7 @@ class Ingress:
 
     async def _stream(self, socket: WebSocket) -> None:
         """Serve a WebSocket; each of its requests goes to the replica that its prompt prefers."""
-        if await opened(socket, self._keys) is None:
+        if not await opened(socket, self._keys):
             return
         headers = [(b"content-type", b"application/json")]
         headers += [(k, v) for k, v in socket.headers.raw if k == b"authorization"]
