@@ -43,7 +43,7 @@ class Written:
         tools = read_tool() if calls else None
         thinking = ThinkingMarkers("<think>", "</think>")
         request = ChatRequest.read({"messages": []})
-        job = Job(request, [Submission([5], SamplingParams(), thinking=thinking)], tools)
+        job = Job(request, [[5]], Submission([5], SamplingParams(), thinking=thinking), tools)
         self._generation: Any = SimpleNamespace(
             job=job, handles=[SimpleNamespace(prompt_tokens=1)], pieces=pieces
         )

@@ -126,7 +126,7 @@ def _add_reader(app: FastAPI, state: App, path: str, reader: Reader) -> None:
         _check_key(state, request, either=reader.either)
         model = state.ready()
         body = await _body(request, state)
-        given = await offloaded(current().size, reader.read, body)
+        given = await offloaded(current().size, reader.request.chat_of, body)
         permit = model.limits.take(1, client_of(current().key, current().address))
         try:
             with as_problems():

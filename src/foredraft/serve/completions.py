@@ -152,7 +152,7 @@ class _Reply(Reply):
     def _usage(self) -> dict[str, Any]:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
         new, stats = sum(sample.tokens for sample in self.samples), self._stats()
-        cached = [0] * len(self.job.asked)
+        cached = [0] * len(self.job.prompts)
         for sample in self.samples:
             if sample.output is not None:
                 place = sample.index // self.job.one.n

@@ -290,9 +290,8 @@ FORMS = (
     # https://huggingface.co/Qwen/Qwen3-8B, DeepSeek's R1 and its distilled models, SmolLM3, and many more
     ReasoningFormat("<think>", "</think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),  # https://huggingface.co/mistralai/Magistral-Small-2507
-    ReasoningFormat(
-        "<seed:think>", "</seed:think>"
-    ),  # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+    # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+    ReasoningFormat("<seed:think>", "</seed:think>"),
 )
 SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 EFFORT, NO_EFFORT = "reasoning_effort", "none"

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ class Generation:
 
     def submit(self) -> None:
         """Hand the prompts to the engine's thread; those of a generation that has ended are cancelled."""
-        for place, asked in enumerate(self.job.asked):
+        for place, prompt in enumerate(self.job.prompts):
+            asked = replace(self.job.one, prompt=prompt)
             handle = self._service.submit(asked, owner=(self, place * asked.n))
             self.handles.append(handle)
             if self.ended:

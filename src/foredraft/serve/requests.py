@@ -291,21 +291,14 @@ class CompletionRequest(_Request):
 @dataclass(frozen=True, slots=True)
 class Job:
     request: ChatRequest | CompletionRequest  # how the reply shows what comes
-    asked: list[Submission]  # one for each prompt, alike but for it; the client is not known yet
+    prompts: list[list[int]]
+    one: Submission  # of the first prompt, whose client is not known yet; those of the others are alike
     tools: Tools | None = None  # that the reply may call
     ignored: tuple[str, ...] = ()  # unknown fields, and variables that the chat template does not read
 
     @property
-    def one(self) -> Submission:
-        return self.asked[0]
-
-    @property
     def samples(self) -> int:
-        return self.one.n * len(self.asked)
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        return [cast(list[int], each.prompt) for each in self.asked]
+        return self.one.n * len(self.prompts)
 
     @property
     def prompt_tokens(self) -> int:
@@ -334,16 +327,13 @@ class Job:
         params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", "stream_options needs stream")
-        asked = [
-            Submission(
-                prompt, params, n=1 if request.n is None else request.n,
-                truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
-                show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
-                thinking=thinking,
-            )
-            for prompt in prompts
-        ]  # fmt: skip
-        return cls(request, asked, tools, tuple(sorted([*request.further, *unread])))
+        one = Submission(
+            prompts[0], params, n=1 if request.n is None else request.n,
+            truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
+            show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
+            thinking=thinking,
+        )  # fmt: skip
+        return cls(request, prompts, one, tools, tuple(sorted([*request.further, *unread])))
 
 
 @contextmanager

@@ -150,8 +150,8 @@ class App:
                     logger.warning(says, ", ".join(request.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                own = [owned(each, record, self.settings, request.cache_salt) for each in job.asked]
-                generation = await model.start(replace(job, asked=own), permit)
+                own = owned(job.one, record, self.settings, request.cache_salt)
+                generation = await model.start(replace(job, one=own), permit)
             return shape(record.own_id, model.names[0], body, generation, model.texts)
         except BaseException as error:
             if generation is not None:

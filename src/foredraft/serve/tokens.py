@@ -31,6 +31,9 @@ class _TokensRequest(Body):
     harmless, unsupported = OF_TOKENS, NOT_OF_TOKENS
     model: str | None = None
 
+    def chat(self) -> Any:
+        return self
+
     def tokenizer_of(self, model: Model) -> Tokenizer:
         check_model(self.model, model.names)
         self.refuse_unsupported()
@@ -105,11 +108,6 @@ class Reader(NamedTuple):
     errors: tuple[Any, ...] = (reply_types.Error,)  # the types of a refusal's body
     either: bool = False  # a key may come in the header of either API
     beside: Mapping[str, str] = {}  # what a reply has beside the number of tokens
-
-    def read(self, body: object) -> Body:
-        """Return the body, as a chat where that is counted; it may take long for a long one."""
-        given = self.request.read(body)
-        return given if isinstance(given, TokenizeRequest | DetokenizeRequest) else given.chat()
 
     def answer(self, given: Body, model: Model) -> tuple[bytes, Notes]:
         if isinstance(given, TokenizeRequest | DetokenizeRequest):
