@@ -212,7 +212,8 @@ def test_the_reply_of_tokenize_is_written_beside_the_loop(llm: LLM, monkeypatch:
 
 def test_the_limit_of_a_body_follows_from_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(llm) as served:
-        assert served.client.post("/v1/completions", content=b" " * ((1 << 20) + 1)).status_code == 413
+        for over in (b" " * ((1 << 20) + 1), iter([b" " * (1 << 19)] * 3)):  # whole, and in chunks
+            assert served.client.post("/v1/completions", content=over).status_code == 413
         assert served.client.post("/v1/completions", content=b" " * (1 << 20)).status_code == 400
         monkeypatch.setattr(llm, "max_length", 100_000)
         assert served.client.post("/v1/completions", content=b" " * 3_200_000).status_code == 400

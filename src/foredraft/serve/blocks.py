@@ -84,11 +84,10 @@ class CallReader:
         return self._settle(ended=True)
 
     def _settle(self, *, ended: bool) -> list[Event]:
-        events: list[Event] = []
-        going = True
+        events, going = list[Event](), True
+        reads = {"content": self._content, "object": self._object, "after": self._after}
         while going and (self._text or ended):
-            read = {"content": self._content, "object": self._object, "after": self._after}[self._state]
-            going = read(events, ended)
+            going = reads[self._state](events, ended)
         return events
 
     def _show(self, events: list[Event], length: int) -> None:
@@ -166,11 +165,8 @@ class CallReader:
             return False
         if end is None and self._cut:  # a beginning of a call is no content
             given = "".join(self._text.split())
-            if (
-                given[:1] in ("", "{")
-                if self._format.marked
-                else any(head.startswith(given) for head in self._heads)
-            ):
+            begun = given[:1] in ("", "{") or not self._format.marked
+            if begun and (self._format.marked or any(head.startswith(given) for head in self._heads)):
                 self._text = ""
                 return False
         if self._call is None:  # no call after all
