@@ -165,8 +165,8 @@ class CallReader:
             return False
         if end is None and self._cut:  # a beginning of a call is no content
             given = "".join(self._text.split())
-            begun = given[:1] in ("", "{") or not self._format.marked
-            if begun and (self._format.marked or any(head.startswith(given) for head in self._heads)):
+            opens = given[:1] in ("", "{") or not self._format.marked
+            if opens and (self._format.marked or any(head.startswith(given) for head in self._heads)):
                 self._text = ""
                 return False
         if self._call is None:  # no call after all

@@ -152,11 +152,8 @@ class _Reply(Reply):
     def _usage(self) -> dict[str, Any]:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
         new, stats = sum(sample.tokens for sample in self.samples), self._stats()
-        cached = [0] * len(self.job.prompts)
-        for sample in self.samples:
-            if sample.output is not None:
-                place = sample.index // self.job.one.n
-                cached[place] = max(cached[place], sample.output.cached_tokens)
+        ended = [0 if each.output is None else each.output.cached_tokens for each in self.samples]
+        cached = [max(ended[at : at + self.job.one.n]) for at in range(0, len(ended), self.job.one.n)]
         accepted = stats.accepted_by[PREDICTION]
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": new,

@@ -137,7 +137,6 @@ class Model:
         path = Path(llm.model)  # that of a hub id does not exist
         self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
         self.texts = TokenTexts(llm.tokenizer, llm.loaded.spec.vocab_size)
-        self.drafters = tuple(engine.drafters)
         self.live: set[Generation] = set()
         self._compilations = Turns(COMPILING)
         self.service = Service(llm, self._publish)

@@ -33,14 +33,14 @@ def card(model: Model, name: str) -> dict[str, Any]:
 
 
 def capabilities(model: Model) -> dict[str, Any]:
-    llm = model.llm
+    llm, drafters = model.llm, model.llm.loaded.engine.drafters
     return {
         "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
         "deterministic": llm.deterministic, "weights": llm.weights, "lora": [*llm.lora],
-        "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
+        "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in drafters},
         "default_drafter": llm.default_drafter,
         "policy": llm.loaded.engine.policy.name, "policies": list(POLICIES),
-        "chat": model.chats, "tools": model.chats, "prediction": PREDICTION in model.drafters,
+        "chat": model.chats, "tools": model.chats, "prediction": PREDICTION in drafters,
         "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
         "streams": ["sse", "text", "websocket"],
     }  # fmt: skip
@@ -102,17 +102,17 @@ def _header(description: str, **more: bool) -> dict[str, Any]:
     return {"description": description, "schema": {"type": "string"}, **more}
 
 
-LISTED = {
-    "x-ignored-fields": _header(
-        "Names of unknown fields and of variables that no template reads, which were ignored."
-    )
-}
+UNKNOWN = "Names of unknown fields and of variables that no template reads, which were ignored."
+LISTED = {"x-ignored-fields": _header(UNKNOWN)}
 NOTES = LISTED | {
     "x-ignored-tools": _header("Tools that are no functions, which the model does not see."),
     "x-unenforced-keywords": _header("Places of keywords of schemas that the text is not constrained by."),
 }
-BROKEN = {"x-broken-keywords": _header("Those of them that a call breaks, in a whole reply.")}
 REQUEST_ID = _header("The request's id.", required=True)
+RUN = NOTES | {
+    "x-broken-keywords": _header("Those of them that a call breaks, in a whole reply."),
+    "x-request-id": REQUEST_ID,
+}
 SCHEME = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -187,8 +187,7 @@ ROUTES = {
         path: _described(
             each.types[0], RUNS, body=each.request, event=each.types[1], text=bool(each.done),
             errors=each.errors, schemes=EITHER if each.own_headers else BEARER,
-            headers=NOTES | BROKEN | {"x-request-id": REQUEST_ID}
-            | ({"request-id": REQUEST_ID} if each.own_headers else {}),
+            headers=RUN | ({"request-id": REQUEST_ID} if each.own_headers else {}),
         )
         for path, each in SHAPES.items()
     },

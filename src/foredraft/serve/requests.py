@@ -345,15 +345,12 @@ def as_problems(
     """Raise errors of the library as problems that name the fields of the request in place of its options."""
     try:
         yield
-    except ContextLengthError as error:
-        if lengths is None:
-            raise of_error(error) from error
-        raise TooLong(error, lengths, body or {}) from error
     except ForedraftError as error:
         problem, form = of_error(error), None if request is None else request.form
-        if form is not None and isinstance(error, RequestError) and error.option == form.option != form.field:
-            message = problem.message.replace(form.option, form.field, 1)
-            raise Problem(problem.status, message, param=form.field, code=problem.code) from error
+        if isinstance(error, ContextLengthError) and lengths is not None:
+            problem = TooLong(error, lengths, body or {})
+        elif form and isinstance(error, RequestError) and error.option == form.option != form.field:
+            problem = invalid(form.field, problem.message.replace(form.option, form.field, 1))
         raise problem from error
 
 
