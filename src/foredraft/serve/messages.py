@@ -16,7 +16,7 @@ from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
-from foredraft.serve.problems import LengthFields, Problem, TooLong
+from foredraft.serve.problems import TYPES, LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import StopReason
 from foredraft.serve.requests import ChatRequest
@@ -26,10 +26,7 @@ from foredraft.serve.responses import kind_of
 REASONS: dict[str, StopReason] = {
     "eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal",
 }  # fmt: skip
-KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error",
-}  # fmt: skip
+KINDS = TYPES | {413: "request_too_large", 500: "api_error"}
 THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
 

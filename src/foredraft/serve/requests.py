@@ -183,25 +183,19 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     stop_in_reasoning: bool | None = None
-    # of a request in another shape of the API:
-    _cuts_length: bool = PrivateAttr(default=False)  # as many new tokens as there is room for are enough
-    _thinks: bool | None = PrivateAttr(
-        default=None
-    )  # the reply begins with reasoning, if templates can choose
-    _ignored_tools: tuple[str, ...] = PrivateAttr(default=())  # tools that the server has no use for
+    # Of a request in another shape of the API: as many new tokens as there is room for are enough; the reply
+    # begins with reasoning, where a template can choose; tools that the server has no use for.
+    _cuts_length: bool = PrivateAttr(default=False)
+    _thinks: bool | None = PrivateAttr(default=None)
+    _ignored_tools: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def of(
-        cls,
-        body: dict[str, Any],
-        ignored_tools: Iterable[str],
-        thinks: bool | None = None,
-        *,
-        cuts: bool = False,
+        cls, body: dict[str, Any], ignored: Iterable[str], thinks: bool | None = None, *, cuts: bool = False
     ) -> ChatRequest:
         """Return the chat of a request in another shape; errors as `read`."""
         request = cls.read(body)
-        request._ignored_tools, request._thinks, request._cuts_length = tuple(ignored_tools), thinks, cuts
+        request._ignored_tools, request._thinks, request._cuts_length = tuple(ignored), thinks, cuts
         return request
 
     @property
@@ -212,8 +206,8 @@ class ChatRequest(_Request):
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
         if llm.tokenizer is None:
             raise invalid("messages", "this model has no tokenizer; use /v1/completions with token ids")
-        messages, given = messages_of(self.messages), self.chat_template_kwargs or {}
-        chat = llm.tokenizer.chat
+        chat, given = llm.tokenizer.chat, self.chat_template_kwargs or {}
+        messages = messages_of(self.messages)
         if taken := given.keys() & {"messages", "self", "continue_final_message"}:
             raise invalid("chat_template_kwargs", f"{min(taken)} is not a variable of a chat template")
         begun = None

@@ -82,7 +82,10 @@ class ScoredText:
         """Take further pieces; return the text that they add, up to the end of a token."""
         begun = len(self._text)
         for piece in pieces:
-            self._tokens += [self._token(score) for score in piece.logprobs or ()]
+            for score in piece.logprobs or ():
+                data = self._texts.data(score.token_id, hides=self._hides)
+                own = self._decoder.decode(data)
+                self._tokens.append(_Token(score, data, own, len(self._decoder.getstate()[0])))
             for index, text in piece.parts or ():
                 self._tokens[max(0, index - self._first)].text += text
         output = pieces[-1].output
@@ -119,12 +122,6 @@ class ScoredText:
                 self._start, told = self._start + len(token.text), end
         del self._whole[:told]
         return found + (self._whole if ended and self._counts else [])
-
-    def _token(self, score: Score) -> _Token:
-        id = score.token_id
-        data = b"" if self._hides and self._texts.is_special(id) else self._texts.data(id)
-        own = self._decoder.decode(data)
-        return _Token(score, data, own, len(self._decoder.getstate()[0]))
 
     def _count_whole(self) -> int:
         """Return the number of tokens up to the last one that has all its characters, or text behind it."""
@@ -208,12 +205,9 @@ class TokenTexts:
     def has_text(self) -> bool:
         return self._tokenizer is not None
 
-    def is_special(self, id: int) -> bool:
-        return self._tokenizer is not None and id in self._tokenizer.special
-
-    def data(self, id: int) -> bytes:
-        """Return a token's bytes; those of its name where it is a special one."""
-        if self._tokenizer is None:
+    def data(self, id: int, *, hides: bool = False) -> bytes:
+        """Return a token's bytes; those of its name where it is a special one that texts do not hide."""
+        if self._tokenizer is None or (hides and id in self._tokenizer.special):
             return b""
         return self._bytes[id] or self._tokenizer.text([id], False).encode()
 

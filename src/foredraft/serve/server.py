@@ -196,7 +196,6 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         super().__init__(*args, **more)
         self._join(connections)
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
-        self._held = connections.bodies.of_address("")
         self._fragments = self._whole = 0  # bytes of a message that lacks its end; of those the app works on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
