@@ -106,10 +106,8 @@ class Requests:
         """Return a submission whose prompt may be text with the ids of that one prompt."""
         self.drafters(asked.params)  # refuses an unknown one before any work
         encoded = self.encode(asked.prompt)
-        if len(encoded) != 1:
-            raise RequestError(
-                f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
-            )
+        if (count := len(encoded)) != 1:
+            raise RequestError(f"stream takes one prompt, not {count}", remedy="use generate for several")
         return replace(asked, prompt=encoded[0])
 
     def sequences(self, asked: Submission) -> list[Sequence]:

@@ -55,23 +55,17 @@ class _Reply(Reply):
             for each in (*added, *([self.over] if end else ()))
         ]
         if scores is not None:
-            texts = (
-                place for place, each in enumerate(added) if isinstance(each, str) or each.get("content")
-            )
+            texts = (at for at, each in enumerate(added) if isinstance(each, str) or each.get("content"))
             choices[next(texts, 0)]["logprobs"] = scores
         if added:
             choices[0] |= beside
         if end:
             choices[-1] |= end
         usage = self._usage() if self._tells_usage_so_far else None
+        tells_ids = part.first and self.asked.return_token_ids and not (self.one_prompt and sample.index)
         for place, choice in enumerate(choices):
             chunk = self._head(1, [choice])
-            if (
-                part.first
-                and not place
-                and self.asked.return_token_ids
-                and not (self.one_prompt and sample.index)
-            ):
+            if tells_ids and not place:
                 (chunk if self.one_prompt else choice)["prompt_token_ids"] = self._prompt_ids(sample)
             if choice is choices[-1] and all(each.output is not None for each in self.samples):
                 chunk["metrics"] = self._metrics()
@@ -87,13 +81,7 @@ class _Reply(Reply):
         choices = []
         for part in parts:
             scores, beside, end = self._shown(part)
-            choice = {
-                "index": part.sample.index,
-                **self.text(part.sample),
-                "logprobs": scores,
-                **end,
-                **beside,
-            }
+            choice = {"index": part.sample.index, **self.text(part.sample), "logprobs": scores} | end | beside
             choices.append(choice if self.one_prompt else choice | self._prompt(part))
         whole = self._head(0, choices) | {"usage": self._usage(), "metrics": self._metrics()}
         return whole | self._prompt(parts[0]) if self.one_prompt else whole

@@ -148,9 +148,7 @@ def _described(
         content["text/plain"] = plain
     done = {"description": "The reply.", "content": content, "headers": headers or {}}
     wrong = {"application/json": {"schema": {"anyOf": [_reference(error) for error in errors]}}}
-    refused = {
-        str(status): {"description": why, "content": wrong} for status, why in sorted(refusals.items())
-    }
+    refused = {str(code): {"description": why, "content": wrong} for code, why in sorted(refusals.items())}
     made: dict[str, Any] = {"responses": {"200": done, **refused}}
     if body is not None:
         read = {"application/json": {"schema": _reference(body)}}
@@ -173,9 +171,7 @@ ROUTES = {
     "/v1/models": _described(reply_types.ModelList, KEYED, schemes=EITHER),
     "/v1/models/{name}": _described(reply_types.ModelCard, NAMED, schemes=EITHER),
     "/v1/capabilities": _described(reply_types.Capabilities, KEYED, schemes=EITHER),
-    "/tokenizer_info": _described(
-        reply_types.TokenizerInfo, KEYED | {400: "The model has no tokenizer."}
-    ),
+    "/tokenizer_info": _described(reply_types.TokenizerInfo, KEYED | {400: "The model has no tokenizer."}),
     **{
         path: _described(
             each.type, READS, body=each.request, errors=each.errors,

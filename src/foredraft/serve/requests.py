@@ -21,15 +21,7 @@ from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import ContextLengthError, ForedraftError, RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
-from foredraft.serve import fields
-from foredraft.serve.conversation import (
-    begun_reply,
-    chat_text,
-    messages_of,
-    template_variables,
-    text_of,
-    thinking_after,
-)
+from foredraft.serve import conversation, fields
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
 from foredraft.serve.problems import LengthFields, Problem, TooLong, invalid, of_error
 from foredraft.serve.schemas import Fitted
@@ -105,7 +97,9 @@ class _Request(_Sampling):
         if self.logit_bias:
             options["logit_bias"] = _biases(self.logit_bias)
         if self.prediction is not None:
-            options["prediction"] = text_of(self.prediction.content, "prediction.content", "prediction")
+            options["prediction"] = conversation.text_of(
+                self.prediction.content, "prediction.content", "prediction"
+            )
         if most is not None and most >= 0 and options.setdefault("max_new_tokens", most) != most:
             raise invalid("n_predict", "n_predict and max_tokens differ; give one of them")
         if self.best_of not in (None, n):
@@ -207,14 +201,14 @@ class ChatRequest(_Request):
         if llm.tokenizer is None:
             raise invalid("messages", "this model has no tokenizer; use /v1/completions with token ids")
         chat, given = llm.tokenizer.chat, self.chat_template_kwargs or {}
-        messages = messages_of(self.messages)
+        messages = conversation.messages_of(self.messages)
         if taken := given.keys() & {"messages", "self", "continue_final_message"}:
             raise invalid("chat_template_kwargs", f"{min(taken)} is not a variable of a chat template")
         begun = None
         if self.continue_final_message:
-            begun = begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
+            begun = conversation.begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
         tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, chat)
-        variables, unread = template_variables(
+        variables, unread = conversation.template_variables(
             chat, given, effort=self.reasoning_effort, thinks=self.enable_thinking,
             prefers=self._thinks, with_tools=tools is not None,
         )  # fmt: skip
@@ -228,8 +222,8 @@ class ChatRequest(_Request):
             messages, described = tools.prompt(messages)
             variables |= described
             tools.constrain(options, None if self.form is None else self.form.field)
-        text = chat_text(llm.tokenizer, messages, variables)
-        thinking = thinking_after(llm.tokenizer, text, begun, stops=bool(self.stop_in_reasoning))
+        text = conversation.chat_text(llm.tokenizer, messages, variables)
+        thinking = conversation.thinking_after(llm.tokenizer, text, begun, stops=bool(self.stop_in_reasoning))
         prompt = self.kept(llm.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, llm.max_length - len(prompt))
         most = options.setdefault("max_new_tokens", room)
