@@ -102,9 +102,8 @@ class Socket:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
-                while (
-                    len(self._endings) - len(self._tasks) >= MAX_OPEN
-                ):  # the client does not read: neither does the server
+                # the client does not read: neither does the server
+                while len(self._endings) - len(self._tasks) >= MAX_OPEN:
                     await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
