@@ -20,7 +20,6 @@ from foredraft.serve.blocks import HERMES, LLAMA, MISTRAL, CallFormat, CallReade
 from foredraft.serve.completions import ChatReply
 from foredraft.serve.conversation import spelled_out
 from foredraft.serve.messages import MessageReply
-from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.responses import ResponseReply
 from foredraft.serve.tools import NamedChoice, Tool, Tools
@@ -408,16 +407,3 @@ def test_another_template_gets_them_as_text() -> None:
     assert made[3] == {"role": "user", "content": "<tool_response>\ntext of a\n</tool_response>"}
     [system, user] = tools("none").prompt(messages[1:2])[0]
     assert system["role"] == "system" and user == messages[1]
-
-
-def test_what_cannot_be_chosen_is_refused() -> None:
-    template = ChatTemplate({"default": TEMPLATES["none"]})
-    read, stop = (Tool.model_validate(each) for each in LIST)
-    nope = NamedChoice.model_validate({"type": "function", "function": {"name": "nope"}})
-    with pytest.raises(Problem, match="tool_choice needs tools"):
-        Tools.of(None, "required", None, template)
-    with pytest.raises(Problem, match="two tools have the same name"):
-        Tools.of([read, read], None, None, template)
-    with pytest.raises(Problem, match="names 'nope', which is no tool"):
-        Tools.of([read, stop], nope, None, template)
-    assert Tools.of([read, stop], "none", None, template) is None
