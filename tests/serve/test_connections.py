@@ -17,9 +17,8 @@ import pytest
 from foredraft.llm import LLM
 from foredraft.serve import server
 from foredraft.serve.app import create_app
-from foredraft.serve.bodies import Bodies
 from foredraft.serve.generations import Model
-from foredraft.serve.limits import RESERVED_FILES, Connections
+from foredraft.serve.limits import RESERVED_FILES, Bodies, Connections
 from foredraft.serve.server import make_server
 from foredraft.serve.settings import Settings
 from tests.support.command import started_server

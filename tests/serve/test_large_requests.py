@@ -17,7 +17,8 @@ from starlette.websockets import WebSocket
 from foredraft.llm import LLM
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import app, offload, tokens
-from foredraft.serve.bodies import MORE_BODIES, Bodies, json_object
+from foredraft.serve.bodies import MORE_BODIES, json_object
+from foredraft.serve.limits import Bodies
 from foredraft.serve.logs import RequestRecord
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import CompletionRequest
@@ -80,11 +81,11 @@ def test_a_body_that_breaks_off_or_finds_no_room_leaves_nothing(llm: LLM, settin
     with serving(llm, **settings) as served, nothing_to_collect(served):
         with RawClient(served.url) as raw, RawClient(served.url) as other:
             raw.send(begun)
-            served.wait(lambda: served.state.bodies.held > 190_000)
+            served.wait(lambda: served.state.bodies.total > 190_000)
             if settings:
                 other.send(begun)
                 other.socket.recv(1 << 16)  # 408, or 503
-        served.wait(lambda: served.state.bodies.held == 0)
+        served.wait(lambda: served.state.bodies.total == 0)
 
 
 PARTS = {  # a field, an item of its list, and how many
@@ -139,10 +140,10 @@ def test_large_requests_take_turns_though_clients_leave(llm: LLM, monkeypatch: p
                 for number in range(6):
                     clients.enter_context(RawClient(served.url)).send(large)
                     served.wait(partial(lambda n: at_work[0] == n, min(number + 1, offload.AT_ONCE)))
-                served.wait(lambda: served.state.bodies.held >= 6 * offload.LARGE)
+                served.wait(lambda: served.state.bodies.total >= 6 * offload.LARGE)
             assert served.client.post("/detokenize", json={"tokens": [5]}).status_code == 200  # a small one
             # the others have left
-            served.wait(lambda: served.state.bodies.held <= offload.AT_ONCE * len(large))
+            served.wait(lambda: served.state.bodies.total <= offload.AT_ONCE * len(large))
         finally:
             go_on.set()
         served.wait(lambda: at_work[0] == 0)
@@ -211,7 +212,8 @@ def test_the_reply_of_tokenize_is_written_beside_the_loop(llm: LLM, monkeypatch:
 
 def test_the_limit_of_a_body_follows_from_the_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(llm) as served:
-        assert served.client.post("/v1/completions", content=b" " * ((1 << 20) + 1)).status_code == 413
+        for over in (b" " * ((1 << 20) + 1), iter([b" " * (1 << 19)] * 3)):  # whole, and in chunks
+            assert served.client.post("/v1/completions", content=over).status_code == 413
         assert served.client.post("/v1/completions", content=b" " * (1 << 20)).status_code == 400
         monkeypatch.setattr(llm, "max_length", 100_000)
         assert served.client.post("/v1/completions", content=b" " * 3_200_000).status_code == 400
@@ -242,16 +244,16 @@ def test_bodies_are_bounded_in_all_and_other_addresses_still_send_theirs(llm: LL
         first, second, third = (stack.enter_context(RawClient(served.url)) for _ in range(3))
         first.send(LARGE[:-10])
         second.send(LARGE[:-10])
-        served.wait(lambda: served.state.bodies.held > 200_000)
+        served.wait(lambda: served.state.bodies.total > 200_000)
         third.send(LARGE[:-10])
         assert b" 503 " in (said := read_until(third, b"--max-bodies")) and b"retry-after" in said.lower()
         body = {**SMALL, "user": "y" * 50_000}
         assert request_from("127.0.0.9", f"{served.url}/v1/completions", body).status_code == 200
         first.send(LARGE[-10:])
         assert b" 200 OK" in read_until(first, b"usage")
-        served.wait(lambda: served.state.bodies.held < 150_000)
+        served.wait(lambda: served.state.bodies.total < 150_000)
         stack.close()
-        served.wait(lambda: served.state.bodies.held == 0)
+        served.wait(lambda: served.state.bodies.total == 0)
 
 
 def test_the_bound_follows_from_the_largest_body_and_the_rows_and_one_body_may_exceed_it(llm: LLM) -> None:
@@ -265,12 +267,12 @@ def test_a_body_is_held_until_its_request_is_answered(llm: LLM) -> None:
     with serving(llm) as served, RawClient(served.url) as whole, RawClient(served.url) as stream:
         whole.send(request_bytes(LONG))
         served.wait(lambda: not served.idle())
-        assert served.state.bodies.held == len(json.dumps(LONG))
+        assert served.state.bodies.total == len(json.dumps(LONG))
         read_until(whole, b"usage")
-        assert served.state.bodies.held == 0
+        assert served.state.bodies.total == 0
         stream.send(request_bytes({**LONG, "stream": True}))
         read_until(stream, b"data: ")
-        assert not served.idle() and served.state.bodies.held == 0
+        assert not served.idle() and served.state.bodies.total == 0
 
 
 def test_messages_of_sockets_count_as_far_as_they_have_come(llm: LLM) -> None:
@@ -280,24 +282,24 @@ def test_messages_of_sockets_count_as_far_as_they_have_come(llm: LLM) -> None:
         for each in (unfinished, cut, over):
             each.upgrade()
         unfinished.send(long_frame(FRAGMENT, 30_000) + frame(0, b"x" * 100) + frame(PING, b""))
-        served.wait(lambda: bodies.held == 30_100)
+        served.wait(lambda: bodies.total == 30_100)
         cut.send(long_frame(TEXT, 60_000)[:-10_000])
-        served.wait(lambda: bodies.held == 30_100 + 50_000)
+        served.wait(lambda: bodies.total == 30_100 + 50_000)
         over.send(long_frame(TEXT, 60_000)[:-1])
         said = read_until(over, b"--max-bodies")
         assert (1013).to_bytes(2) in said
-        served.wait(lambda: bodies.held == 80_100)
+        served.wait(lambda: bodies.total == 80_100)
         cut.socket.close()
-        served.wait(lambda: bodies.held == 30_100)
+        served.wait(lambda: bodies.total == 30_100)
         unfinished.send(frame(0x80, b"]"))  # its end: an error comes back, and nothing is held
         read_until(unfinished, b"not JSON")
         for _ in range(50):
             unfinished.send(
                 frame(TEXT, b"no JSON") * 5 + frame(PING, b"x" * 90) + frame(TEXT, b"x" * 50)[:20]
             )
-            served.wait(lambda: bodies.held == 20 - 6)  # the head of the frame is read already
+            served.wait(lambda: bodies.total == 20 - 6)  # the head of the frame is read already
             unfinished.send(frame(TEXT, b"x" * 50)[20:])
-        served.wait(lambda: bodies.held == 0)
+        served.wait(lambda: bodies.total == 0)
 
 
 def test_requests_of_sockets_are_held_until_they_are_answered(llm: LLM) -> None:
@@ -307,10 +309,10 @@ def test_requests_of_sockets_are_held_until_they_are_answered(llm: LLM) -> None:
         served.wait(lambda: served.metric("foredraft_requests_running") == 4)
         with served.websocket() as ws:
             ws.send(text := json.dumps({**LONG, "max_tokens": 12, "id": "a", "user": "y" * 5000}))
-            served.wait(lambda: served.state.bodies.held == len(text))
+            served.wait(lambda: served.state.bodies.total == len(text))
             stack.close()
             assert "chunk" in json.loads(ws.recv(timeout=30))
-            assert served.state.bodies.held == 0
+            assert served.state.bodies.total == 0
             served.wait(served.idle)
 
 

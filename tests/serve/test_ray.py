@@ -293,7 +293,7 @@ def test_a_rolling_restart_loses_no_request(running: Cluster, llm: LLM) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's own, and of a `__del__` that Ray awaits and Python does not
 def test_a_replica_whose_engine_has_ended_is_not_healthy() -> None:
-    from foredraft.serve.ray.replica import Replica
+    from foredraft.serve.ray.deployments import Replica
     from foredraft.serve.settings import Settings
 
     async def live() -> None:
@@ -321,7 +321,7 @@ def test_options_are_honoured_or_refused() -> None:
             Options.model_validate(bad)
     assert Options.model_validate({"replicas": "2", "gpus": "0.5"}) == Options(replicas=2, gpus=0.5)
     run(app, {"replicas": "2"})  # as `serve run` calls it
-    wrong = {"port": "Ray listens", "max_unread": "do not wait for their readers", "max_bodies": "unknown"}
+    wrong = {"port": "Ray listens", "max_unread": "do not wait for their readers", "max_wibbles": "unknown"}
     for name, says in wrong.items():
         with pytest.raises(ConfigError, match=says):
             app(Options(server={name: 80}))

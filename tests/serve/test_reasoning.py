@@ -141,9 +141,3 @@ def test_variables_that_the_template_does_not_read_are_named(served: Served) -> 
     for wrong in ({"tokenize": False}, {"messages": []}, {"continue_final_message": True}):
         refused = post(served, CHAT, chat_template_kwargs=wrong)
         assert refused.status_code == 400 and min(wrong) in refused.json()["error"]["message"]
-
-
-def test_a_begun_reply_reasons_no_more(served: Served, text: str) -> None:
-    begun = {"role": "assistant", "content": "x = 1"}
-    fields = {"messages": [*MESSAGES, begun], "continue_final_message": True}
-    assert message(served, **fields)[0] == ""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.prefix_cache import Prefix
 from foredraft.drafters.recent_texts import Suffix
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.serve.limits import Client, Keys, Limits, Tenant
+from foredraft.llm.requests import Submission
+from foredraft.serve.limits import Keys, Limits, client_of, owned
+from foredraft.serve.logs import RequestRecord
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
@@ -113,14 +117,19 @@ def test_a_request_adds_a_salt_of_its_own(llm: LLM, keys: Path) -> None:
 
 
 def test_a_client_is_a_key_or_an_address() -> None:
-    alice, own, shared = Client.of("alice", "10.0.0.1"), ("alice", ""), ("", "")
-    assert alice.tenant(Settings(), None) == Tenant("alice", own, own)
-    assert alice.tenant(Settings(shared_prefixes=True), None) == Tenant("alice", shared, own)
-    assert alice.tenant(Settings(share_texts=True), None) == Tenant("alice", own, shared)
-    assert alice.tenant(Settings(fair_shares=False), None) == Tenant("", own, own)
-    assert Client.of("", "10.0.0.1").tenant(Settings(), "s") == Tenant("10.0.0.1", ("", "s"), ("", "s"))
+    def asked(key: str, salt: str | None = None, **settings: bool) -> tuple[Any, ...]:
+        record = RequestRecord("", "", key=key, address="10.0.0.1")
+        found = owned(Submission([5], SamplingParams()), record, Settings(**settings), salt)  # type: ignore[arg-type]
+        return found.client, found.salts, found.text_salts
+
+    own, shared = ("alice", ""), ("", "")
+    assert asked("alice") == ("alice", own, own)
+    assert asked("alice", shared_prefixes=True) == ("alice", shared, own)
+    assert asked("alice", share_texts=True) == ("alice", own, shared)
+    assert asked("alice", fair_shares=False) == ("", own, own)
+    assert asked("", "s") == ("10.0.0.1", ("", "s"), ("", "s"))
     addresses = ("::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2:1", "2001:db9::1")
-    mapped, one, near, far = (Client.of("", address).name for address in addresses)
+    mapped, one, near, far = (client_of("", address) for address in addresses)
     assert mapped == "10.0.0.1" and one == near != far
     assert Prefix.salted("", "") == Prefix() != Prefix.salted("a", "") != Prefix.salted("", "a")
 
@@ -154,15 +163,15 @@ def test_a_full_queue_still_takes_a_client_that_has_less_than_its_share() -> Non
             limits.take_tokens(limits.take(1, client), 8)
         with pytest.raises(Problem, match="max_queued"):
             limits.take(1, client)
-    assert limits.samples == 14
+    assert limits.samples.total == 14
     with pytest.raises(Problem, match="max_queued_tokens"):
         limits.take_tokens(held[0], 12)
     for place in (*held, *held):
         place.free()
-    assert limits.samples == 6 and limits.tokens == 48
+    assert limits.samples.total == 6 and limits.tokens.total == 48
     with pytest.raises(Problem):
         [limits.take(1, f"c{number}") for number in range(20)]
-    assert limits.samples <= 16
+    assert limits.samples.total <= 16
 
 
 @pytest.mark.parametrize("letter", ["caf\u00e9", "\u00e0", "\u20ac", "\u4f60\u597d", "plain"])
@@ -253,8 +262,8 @@ def check_keys_are_apart(llm: LLM, keys: Path) -> None:
 def test_a_key_s_texts_are_its_own(llm: LLM, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_keys_are_apart(llm, keys)
     check = lambda: check_keys_are_apart(llm, keys)  # noqa: E731
-    one_scope = lambda share: lambda *given: share(*given)._replace(text_salts=())  # noqa: E731
-    assert_caught(defect("another key's text is drafted", Client.tenant, one_scope, check), monkeypatch)
+    one_scope = lambda share: lambda *given: replace(share(*given), text_salts=())  # noqa: E731
+    assert_caught(defect("another key's text is drafted", owned, one_scope, check), monkeypatch)
 
 
 def test_texts_are_shared_where_the_operator_says_so(llm: LLM, keys: Path) -> None:

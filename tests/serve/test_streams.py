@@ -170,7 +170,7 @@ def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> Non
                 tasks = [asyncio.create_task(http.post(PATH, json=body)) for _ in range(count)]
                 model = served.state.model
                 assert model is not None
-                while model.limits.samples < count:
+                while model.limits.samples.total < count:
                     await asyncio.sleep(0.01)
                 for task in tasks:
                     task.cancel()

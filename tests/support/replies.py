@@ -43,8 +43,10 @@ class Written:
         tools = read_tool() if calls else None
         thinking = ThinkingMarkers("<think>", "</think>")
         request = ChatRequest.read({"messages": []})
-        job = Job(request, [Submission([5], SamplingParams(), thinking=thinking)], tools)
-        self._generation: Any = SimpleNamespace(job=job, prompt_tokens=1, pieces=pieces)
+        job = Job(request, [[5]], Submission([5], SamplingParams(), thinking=thinking), tools)
+        self._generation: Any = SimpleNamespace(
+            job=job, handles=[SimpleNamespace(prompt_tokens=1)], pieces=pieces
+        )
 
     def streamed(self, shape: type[Reply]) -> tuple[list[Event], Sample]:
         reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))
@@ -56,5 +58,4 @@ class Written:
 
     def whole(self, shape: type[Reply]) -> tuple[Event, Sample]:
         reply = shape("id", "demo", {}, self._generation, TokenTexts(None, 0))
-        asyncio.run(reply.finish())
-        return reply.whole(), reply.samples[0]
+        return asyncio.run(reply.finish()), reply.samples[0]

@@ -50,8 +50,8 @@ class Served:
             time.sleep(0.01)
 
     def idle(self) -> bool:
-        engine = engine_of(self.llm)
-        return engine.scheduler.idle and self.state.model is not None and not self.state.model.limits.samples
+        model = self.state.model
+        return engine_of(self.llm).scheduler.idle and model is not None and not model.limits.samples.total
 
     def websocket(self, **options: Any) -> ClientConnection:
         return connect(self.url.replace("http", "ws") + "/v1/stream", **options)

@@ -20,7 +20,6 @@ from foredraft.serve.blocks import HERMES, LLAMA, MISTRAL, CallFormat, CallReade
 from foredraft.serve.completions import ChatReply
 from foredraft.serve.conversation import spelled_out
 from foredraft.serve.messages import MessageReply
-from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.responses import ResponseReply
 from foredraft.serve.tools import NamedChoice, Tool, Tools
@@ -88,13 +87,13 @@ def items_of(events: list[Event]) -> list[dict[str, Any]]:
 @SIZES
 @pytest.mark.parametrize("calls", [True, False], ids=["tools", "no tools"])
 def test_a_chat_has_reasoning_text_and_calls_in_chunks(size: int, calls: bool) -> None:
-    events, sample = Written(TEXT, size, calls=calls).streamed(ChatReply)
+    events, _ = Written(TEXT, size, calls=calls).streamed(ChatReply)
     found, last = chat_of(events), events[-1]["choices"][0]
     assert found["reasoning_content"] == found["reasoning"] == THOUGHT
     assert found["content"] == ("Two files.Done." if calls else ANSWER)
     assert found["calls"] == (CALLS if calls else [])
     assert last["delta"] == {} and last["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert sample.reasoning_tokens == -(-CLOSED // size)
+    check_chat(Written(TEXT, size, calls=calls), -(-CLOSED // size))
 
 
 @SIZES
@@ -169,11 +168,6 @@ def check_limit(end: int) -> None:
 def test_streams_are_the_whole_replies_at_every_limit() -> None:
     for end in range(len(TEXT) + 1):
         check_limit(end)
-
-
-@pytest.mark.parametrize("size", [7, 1000])
-def test_a_whole_chat_is_its_stream(size: int) -> None:
-    check_chat(Written(TEXT, size), -(-CLOSED // size))
 
 
 def test_a_reply_without_reasoning_has_no_sign_of_it() -> None:
@@ -413,16 +407,3 @@ def test_another_template_gets_them_as_text() -> None:
     assert made[3] == {"role": "user", "content": "<tool_response>\ntext of a\n</tool_response>"}
     [system, user] = tools("none").prompt(messages[1:2])[0]
     assert system["role"] == "system" and user == messages[1]
-
-
-def test_what_cannot_be_chosen_is_refused() -> None:
-    template = ChatTemplate({"default": TEMPLATES["none"]})
-    read, stop = (Tool.model_validate(each) for each in LIST)
-    nope = NamedChoice.model_validate({"type": "function", "function": {"name": "nope"}})
-    with pytest.raises(Problem, match="tool_choice needs tools"):
-        Tools.of(None, "required", None, template)
-    with pytest.raises(Problem, match="two tools have the same name"):
-        Tools.of([read, read], None, None, template)
-    with pytest.raises(Problem, match="names 'nope', which is no tool"):
-        Tools.of([read, stop], nope, None, template)
-    assert Tools.of([read, stop], "none", None, template) is None

@@ -17,9 +17,9 @@ from foredraft.decode.text_buffer import TextBuffer
 from foredraft.llm.output import Output, Piece
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import scored_text
-from foredraft.serve.blocks import ContentBlocks
+from foredraft.serve.blocks import ContentBlocks, ShownToken
 from foredraft.serve.replies import Sample
-from foredraft.serve.scored_text import Offsets, ScoredText, ShownToken, TokenTexts, spelled
+from foredraft.serve.scored_text import Offsets, ScoredText, TokenTexts, spelled
 from foredraft.serve.tools import Tools
 from tests.support.checkpoints import tiny_tokenizer
 from tests.support.mutation import Mutant, assert_caught, defect
@@ -87,10 +87,12 @@ def told(
     sample = Sample(0, ContentBlocks(tools), ScoredText(TokenTexts(of, VOCABULARY), hides=hides))
     parts = []
     for piece in pieces(ids, sizes, of=of, **how):
-        steps = sample.take([piece])
-        content = "".join(step.text for step in steps if step.kind == "delta" and step.block.call is None)
-        parts.append((content, sample.shown))
-    assert sample.output is not None and sample.told == [each for _, tokens in parts for each in tokens]
+        part = sample.take([piece])
+        content = "".join(
+            step.text for step in part.steps if step.kind == "delta" and step.block.call is None
+        )
+        parts.append((content, part.shown))
+    assert sample.output is not None
     return sample.output.text or "", sample.blocks.content, parts
 
 

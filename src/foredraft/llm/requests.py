@@ -15,7 +15,6 @@ from foredraft.constraints.shared_cache import LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.params import GRAMMARS, SamplingKeywords, SamplingParams
-from foredraft.decode.policy import Policy
 from foredraft.decode.prefix_cache import Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Finish, Sequence
@@ -87,11 +86,9 @@ class Requests:
             return [self._encode_text(prompts)]
         _check_kind("the prompt", prompts, "give text, token ids, or a list of either")
         items: list[Any] = list(prompts)
-        if not items:
-            return []  # no prompts; a prompt without tokens stands in a list: [[]]
-        if all(_token_id(item) is not None for item in items):
+        if items and all(_token_id(item) is not None for item in items):
             return [_token_ids(items)]
-        encoded = []
+        encoded = []  # a prompt without tokens stands in a list: [[]]
         for item in items:
             _check_kind("a prompt in the list", item, "give text or a list of token ids")
             encoded.append(self._encode_text(item) if isinstance(item, str) else _token_ids(item))
@@ -109,23 +106,19 @@ class Requests:
         """Return a submission whose prompt may be text with the ids of that one prompt."""
         self.drafters(asked.params)  # refuses an unknown one before any work
         encoded = self.encode(asked.prompt)
-        if len(encoded) != 1:
-            raise RequestError(
-                f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
-            )
+        if (count := len(encoded)) != 1:
+            raise RequestError(f"stream takes one prompt, not {count}", remedy="use generate for several")
         return replace(asked, prompt=encoded[0])
 
     def sequences(self, asked: Submission) -> list[Sequence]:
         """Return the sequences of a submission whose prompt is token ids; they are not yet submitted."""
         assert not isinstance(asked.prompt, str)
-        prompt = list(asked.prompt)
-        params = asked.params
+        prompt, params = list(asked.prompt), asked.params
         self._check_prompt(prompt, asked.truncate)
         self._check_params(params, asked.n)
         prompt = self.truncated(prompt, params.max_new_tokens, asked.truncate)
-        drafters = self.drafters(params)
-        if params.max_new_tokens == 0:
-            drafters = ()  # so that no drafter reads the prompt
+        named = self.drafters(params)
+        drafters = named if params.max_new_tokens else ()  # so that no drafter reads the prompt for nothing
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self.ids) for _ in range(asked.n)]
         constraint = self._constraint(prompt, asked)
@@ -140,8 +133,8 @@ class Requests:
                 constraint(), ids[0] if asked.n > 1 else None, asked.client,
                 text_scope=Prefix.salted(*asked.text_salts).digest, prefix=Prefix.salted(*asked.salts),
                 text_buffer=self._text_buffer(prompt, asked, stops),
-                prediction=prediction, policy=self.policy(params), traced=asked.trace,
-                prompt_scores=prompt_scores,
+                prediction=prediction, policy=self.policies.of(params, self.loaded.engine),
+                traced=asked.trace, prompt_scores=prompt_scores,
             )
             for sample, id in enumerate(ids)
         ]  # fmt: skip
@@ -202,13 +195,13 @@ class Requests:
     def _constraint(self, prompt: list[int], asked: Submission) -> Callable[[], Constraint | None]:
         """Return a function that makes each sequence's constraint, None where the request asks for none."""
         params = asked.params
-        if self.constraints is None:
-            if params.allowed_token_ids is None:
-                return lambda: None
-            mask = mask_of(params.allowed_token_ids, self.loaded.spec.vocab_size)
-            return lambda: AllowedTokens(mask)
-        special, thinking = asked.show_special, asked.thinking
-        return self.constraints.maker(prompt, params, show_special=special, thinking=thinking)
+        if self.constraints is not None:
+            special = asked.show_special
+            return self.constraints.maker(prompt, params, show_special=special, thinking=asked.thinking)
+        if params.allowed_token_ids is None:
+            return lambda: None
+        mask = mask_of(params.allowed_token_ids, self.loaded.spec.vocab_size)
+        return lambda: AllowedTokens(mask)
 
     def _text_buffer(self, prompt: list[int], asked: Submission, stops: StopAutomaton) -> TextBuffer | None:
         tokenizer, params, thinking = self.loaded.tokenizer, asked.params, asked.thinking
@@ -264,16 +257,9 @@ class Requests:
 
     def _drafters(self, drafter: str, params: SamplingParams) -> tuple[str, ...]:
         """Return the drafters that a name stands for under the request's policy."""
-        policy = self.policy(params) or self.loaded.engine.policy
-        has_probs = {
-            name: isinstance(each, AutoregressiveDrafter)
-            for name, each in self.loaded.engine.drafters.items()
-        }
-        return select_drafters(drafter, has_probs, policy)
-
-    def policy(self, params: SamplingParams) -> Policy | None:
-        """Return the policy of a request; None is the loaded one. Raises as `RequestPolicies.of`."""
-        return self.policies.of(params, self.loaded.engine)
+        engine = self.loaded.engine
+        has_probs = {name: isinstance(each, AutoregressiveDrafter) for name, each in engine.drafters.items()}
+        return select_drafters(drafter, has_probs, self.policies.of(params, engine) or engine.policy)
 
     def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
         """Return a prediction as token ids, as many as a text can have."""
@@ -291,14 +277,18 @@ class Requests:
         """Return the result of a finished sequence."""
         assert sequence.finish is not None
         sequence.finish_text()
-        text_buffer, params = sequence.text_buffer, sequence.params
+        text_buffer, params, constraint = sequence.text_buffer, sequence.params, sequence.constraint
+        stopped_by = None if text_buffer is None else text_buffer.stopped_by
+        if sequence.finish is Finish.CONSTRAINT:
+            stopped_by = None if constraint is None else constraint.ended_by
+        plain = sequence.drafters and not any(outcome.drafted for outcome in sequence.rounds)
         lossless = is_lossless(params.acceptance, self.drafters(params))
         return Output(
             text=None if text_buffer is None else text_buffer.text,
             token_ids=sequence.new_ids,
             origins=[str(origin) for origin in sequence.origins],
             pieces=None if text_buffer is None else text_buffer.pieces,
-            stopped_by=_stopped_by(sequence),
+            stopped_by=stopped_by,
             logprobs=None if params.logprobs is None else list(sequence.scores),
             prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
             trace=sequence.trace if sequence.traced else None,
@@ -310,22 +300,9 @@ class Requests:
             error=sequence.error,
             lossless=lossless,
             deterministic=self.loaded.deterministic and lossless,
-            why_plain=self.why_plain(sequence),
+            why_plain=self.loaded.engine.policy_of(sequence).why_plain(sequence) if plain else None,
             cached_tokens=sequence.cached,
         )
-
-    def why_plain(self, sequence: Sequence) -> str | None:
-        """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
-        if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
-            return None
-        return self.loaded.engine.policy_of(sequence).why_plain(sequence)
-
-
-def _stopped_by(sequence: Sequence) -> str | None:
-    """Return the stop string, or the constraint and why, that ended a text; None where neither did."""
-    if sequence.finish is Finish.CONSTRAINT:
-        return None if sequence.constraint is None else sequence.constraint.ended_by
-    return None if sequence.text_buffer is None else sequence.text_buffer.stopped_by
 
 
 def _check_kind(what: str, prompt: object, remedy: str) -> None:
@@ -355,8 +332,7 @@ def _token_id(item: Any) -> int | None:
 def _token_ids(items: Iterable[Any]) -> list[int]:
     ids: list[int] = []
     for item in items:
-        token = _token_id(item)
-        if token is None:
+        if (token := _token_id(item)) is None:
             raise RequestError(f"token id {shortened(item)} is not a whole number", remedy="give integers")
         ids.append(token)
     return ids

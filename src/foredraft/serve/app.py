@@ -20,7 +20,7 @@ from foredraft.errors import shortened
 from foredraft.serve.bodies import SHAPES, SHORT, BoundedBodies, KnownOrigins, answer, is_local, json_object
 from foredraft.serve.completions import ChatReply, CompletionReply
 from foredraft.serve.generations import Generation, Model
-from foredraft.serve.limits import Client
+from foredraft.serve.limits import client_of
 from foredraft.serve.logs import Recording, current
 from foredraft.serve.offload import in_thread, offloaded
 from foredraft.serve.openapi import add_page, capabilities, card, document
@@ -29,7 +29,7 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Loader
-from foredraft.serve.streaming import SSE_HEADERS, Socket, opened, plain_text, server_sent
+from foredraft.serve.streaming import SSE_HEADERS, Socket, encoded, opened, plain_text, server_sent
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ def _add_health(app: FastAPI, state: App) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         state.keys.check(request.headers.get("authorization"))
-        update = state.model.update_gauges if state.model is not None else lambda: None
-        return PlainTextResponse(state.metrics.text(update), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(state.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -124,11 +123,11 @@ def _add_models(app: FastAPI, state: App) -> None:
 def _add_reader(app: FastAPI, state: App, path: str, reader: Reader) -> None:
     @app.post(path, name=reader.name)
     async def read(request: Request) -> Response:
-        key = _check_key(state, request, either=reader.either)
+        _check_key(state, request, either=reader.either)
         model = state.ready()
         body = await _body(request, state)
-        given = await offloaded(current().size, reader.read, body)
-        permit = model.limits.take(1, Client.of(key, current().address).name)
+        given = await offloaded(current().size, reader.request.chat_of, body)
+        permit = model.limits.take(1, client_of(current().key, current().address))
         try:
             with as_problems():
                 reading = in_thread(current().size, reader.answer, given, model)
@@ -141,23 +140,22 @@ def _add_reader(app: FastAPI, state: App, path: str, reader: Reader) -> None:
 def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
     @app.post(path, name=shape.route)
     async def generate(request: Request) -> Response:
-        key = _check_key(state, request, either=shape.own_headers)
+        _check_key(state, request, either=shape.own_headers)
         body = await _body(request, state)
-        reply = await _while_there(request, state.start(shape, body, key))
+        reply = await _while_there(request, state.start(shape, body))
         model = state.ready()
         headers = ({"request-id": reply.id} if shape.own_headers else {}) | _listed(reply.job.notes)
         if not reply.job.request.stream:
             try:
-                await _while_there(request, reply.finish())
+                whole = await _while_there(request, reply.finish())
             finally:
                 model.end(reply.generation)
-            whole = reply.whole()
             return JSONResponse(whole, headers=headers | _listed({"x-broken-keywords": reply.broken()}))
         events, kind = reply.events(state.settings.heartbeat_seconds), "text/event-stream"
         if shape.done and "text/plain" in request.headers.get("accept", ""):
-            content, kind = plain_text(events), "text/plain; charset=utf-8"
+            content, kind = encoded(events, plain_text), "text/plain; charset=utf-8"
         else:
-            content, headers = server_sent(events, shape.done), headers | SSE_HEADERS
+            content, headers = encoded(events, server_sent, shape.done), headers | SSE_HEADERS
         stream = _GenerationStream(content, headers=headers, media_type=kind)
         stream.model, stream.generation = model, reply.generation
         return stream
@@ -169,13 +167,12 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
 def _add_socket(app: FastAPI, state: App) -> None:
     @app.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
-        key = await opened(socket, state.keys)
-        if key is None:
+        if not await opened(socket, state.keys):
             return
 
         async def run(frame: dict[str, Any], send: Callable[[Event], Awaitable[None]]) -> None:
             shape = ChatReply if "messages" in frame else CompletionReply
-            reply = await state.start(shape, {**frame, "stream": True}, key)
+            reply = await state.start(shape, {**frame, "stream": True})
             with state.ready().read(reply.generation):
                 async for each in reply.events(None):
                     if each is not None:
@@ -184,10 +181,10 @@ def _add_socket(app: FastAPI, state: App) -> None:
         await Socket(socket, run, state.most_body, state.end, state.bodies).serve()
 
 
-def _check_key(state: App, request: Request, *, either: bool) -> str:
-    """Return the name of a request's key; `either`: it may come in the header of Anthropic's API, too."""
+def _check_key(state: App, request: Request, *, either: bool) -> None:
+    """Check a request's key; `either`: it may come in the header of Anthropic's API, too."""
     own = request.headers.get("x-api-key") if either else None
-    return state.keys.check(request.headers.get("authorization"), own)
+    state.keys.check(request.headers.get("authorization"), own)
 
 
 async def _body(request: Request, state: App) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from foredraft.decode.scores import Score
 from foredraft.decode.thinking import ThinkingMarkers, ThinkingReader, overlap
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ ID_LENGTH = 9  # letters and digits, as Mistral's template asks
 
 @dataclass(slots=True)
 class ParsedToolCall:
-    """One call."""
-
     index: int  # among the calls of its text
     name: str  # of the tool
     arguments: str = ""  # JSON as the model wrote it, so far
@@ -61,8 +60,6 @@ Event: TypeAlias = tuple[ParsedToolCall | None, str]
 
 
 class CallReader:
-    """Reads one text piece by piece."""
-
     def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
         self._format, self._names, self._most = format, frozenset(names), most
         self._heads = [
@@ -79,21 +76,18 @@ class CallReader:
         self._cut = False  # a limit has ended the text
 
     def read(self, piece: str) -> list[Event]:
-        """Return what a further piece of the text shows."""
         self._text += piece
         return self._settle(ended=False)
 
     def end(self, *, cut: bool = False) -> list[Event]:
-        """Return what is left at the end of the text."""
         self._cut = cut
         return self._settle(ended=True)
 
     def _settle(self, *, ended: bool) -> list[Event]:
-        events: list[Event] = []
-        going = True
+        events, going = list[Event](), True
+        reads = {"content": self._content, "object": self._object, "after": self._after}
         while going and (self._text or ended):
-            read = {"content": self._content, "object": self._object, "after": self._after}[self._state]
-            going = read(events, ended)
+            going = reads[self._state](events, ended)
         return events
 
     def _show(self, events: list[Event], length: int) -> None:
@@ -171,11 +165,8 @@ class CallReader:
             return False
         if end is None and self._cut:  # a beginning of a call is no content
             given = "".join(self._text.split())
-            if (
-                given[:1] in ("", "{")
-                if self._format.marked
-                else any(head.startswith(given) for head in self._heads)
-            ):
+            opens = given[:1] in ("", "{") or not self._format.marked
+            if opens and (self._format.marked or any(head.startswith(given) for head in self._heads)):
                 self._text = ""
                 return False
         if self._call is None:  # no call after all
@@ -255,14 +246,23 @@ def is_object(text: str) -> bool:
     return _ObjectScan().end(text) == len(text)
 
 
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token as the text of a reply has it."""
+
+    score: Score  # of the whole token
+    text: str  # the text that it completes, as far as the reply has it; "" where it only begins a character
+    data: bytes  # its bytes, as far as the reply has them
+    block: int = 0  # the index of the block that it is in
+
+
 @dataclass(slots=True)
 class ContentBlock:
-    """A part of a reply."""
-
     index: int  # of the block in its reply
     call: ParsedToolCall | None = None  # the call; None for text
     text: str = ""  # so far: the text, or the arguments as JSON
     thinking: bool = False  # the text is reasoning
+    tokens: list[ShownToken] = field(default_factory=list)  # of its content, where they are scored
 
     @property
     def is_content(self) -> bool:

@@ -22,11 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.errors import shortened
 from foredraft.serve.completions import ChatReply, CompletionReply
-from foredraft.serve.limits import Client, Shared
+from foredraft.serve.limits import Bodies
 from foredraft.serve.logs import current
 from foredraft.serve.messages import MessageReply, error_body
 from foredraft.serve.offload import without_collection
-from foredraft.serve.problems import Problem, busy
+from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Reply
 from foredraft.serve.responses import ResponseReply
 
@@ -163,40 +163,6 @@ def too_large(says: str) -> Problem:
     return Problem(413, f"{says}; the server's option --max-body sets the limit", code="body_too_large")
 
 
-class Bodies:
-    """What the bodies of all requests and the messages of all WebSockets take together, in bytes."""
-
-    def __init__(self, most: Callable[[], int]) -> None:
-        self.most, self.shared = most, Shared()
-
-    @property
-    def held(self) -> int:
-        return self.shared.total
-
-    def of(self, address: str) -> HeldBody:
-        return HeldBody(self, Client.of("", address).name)
-
-
-class HeldBody:
-    """The bytes of one body, among those of all, from when they come until its request is answered."""
-
-    def __init__(self, all_: Bodies, client: str) -> None:
-        self._all, self._client, self._own = all_, client, 0
-
-    def grow(self, more: int) -> None:
-        most, held = self._all.most(), self._all.held
-        if held > self._own and not self._all.shared.fits(self._client, more, most):
-            raise busy(f"{held} bytes of bodies are held, of {most} at most (--max-bodies)")
-        self._own += more
-        self._all.shared.add(self._client, more)
-
-    def shrink(self, left: int = 0) -> None:
-        """Let go of all but `left` bytes."""
-        if self._own > left:
-            self._all.shared.add(self._client, left - self._own)
-            self._own = left
-
-
 class BoundedBodies:
     """ASGI middleware that bounds the bodies of HTTP requests."""
 
@@ -214,7 +180,7 @@ class BoundedBodies:
             await answer(problem, scope["path"])(scope, receive, send)
             return
         read = 0
-        held = self._all.of(str((scope.get("client") or ("",))[0]))
+        held = self._all.of_address(str((scope.get("client") or ("",))[0]))
 
         async def bounded() -> Message:
             nonlocal read

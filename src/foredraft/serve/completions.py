@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 import foredraft
 from foredraft.decode.stats import Stats
 from foredraft.kinds.tables import PREDICTION
-from foredraft.llm.output import Piece
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent
-from foredraft.serve.problems import Error, LengthFields, Problem
-from foredraft.serve.replies import Event, Reply, Sample
+from foredraft.serve.problems import LengthFields, Problem
+from foredraft.serve.replies import Event, Part, Reply, Sample
 from foredraft.serve.reply_types import Reason
 from foredraft.serve.requests import ChatRequest, CompletionRequest
 from foredraft.serve.scored_text import Offsets, Provenance
@@ -34,44 +32,42 @@ class _Reply(Reply):
     objects: ClassVar[tuple[str, str]]  # kinds of a whole reply and of a chunk
     added_as: ClassVar[str]  # the field of a chunk's choice that has what it adds
     one_prompt: ClassVar[bool]  # the reply tells of its prompt, else each choice of its own
-    silence: ClassVar[Any]  # what a chunk adds that has log-probabilities or provenance, but no text
+    nothing: ClassVar[Any]  # what a chunk adds that has log-probabilities or provenance, but no text
     over: ClassVar[Any]  # what the last chunk of a choice adds
 
     def __init__(self, id: str, *args: Any) -> None:
         super().__init__(f"{self.prefix}-{id}", *args)
-        self._begun: set[int] = set()  # samples of which something was shown
         self._provenance = [Provenance(self.texts.shown) for _ in self.samples]
         self.asked, options = self.job.request, self.job.request.stream_options
         self._tells_usage = bool(options and options.include_usage)
         self._tells_usage_so_far = bool(options and options.continuous_usage_stats)
 
     @staticmethod
-    def failure(problem: Problem) -> Error:
+    def failure(problem: Problem) -> Event:
         return problem.body
 
-    def part(self, sample: Sample, pieces: list[Piece]) -> Iterator[Event]:
-        first = sample.index not in self._begun
-        steps = sample.take(pieces)
-        scores, beside, end = self._shown(sample, pieces, first=first)
-        added = self.added(sample, steps, first=first)
+    def part(self, part: Part) -> Iterator[Event]:
+        (scores, beside, end), added, sample = self._shown(part), self.added(part), part.sample
         if not added and (scores or any(beside.values())):
-            added = [self.silence]
-        parts = [self._part(sample, each) for each in added]
+            added = [self.nothing]
+        choices: list[dict[str, Any]] = [
+            {"index": sample.index, self.added_as: each, "logprobs": None, "finish_reason": None}
+            for each in (*added, *([self.over] if end else ()))
+        ]
         if scores is not None:
-            texts = (
-                place for place, each in enumerate(added) if isinstance(each, str) or each.get("content")
-            )
-            parts[next(texts, 0)]["logprobs"] = scores
-        if parts:
-            parts[0] |= beside
+            texts = (at for at, each in enumerate(added) if isinstance(each, str) or each.get("content"))
+            choices[next(texts, 0)]["logprobs"] = scores
+        if added:
+            choices[0] |= beside
         if end:
-            parts.append(self._part(sample, self.over) | end)
+            choices[-1] |= end
         usage = self._usage() if self._tells_usage_so_far else None
-        for place, part in enumerate(parts):
-            chunk = self._head(1, [part])
-            if first and not place and self.asked.return_token_ids and not (self.one_prompt and sample.index):
-                (chunk if self.one_prompt else part)["prompt_token_ids"] = self._prompt_ids(sample)
-            if part is parts[-1] and all(each.output is not None for each in self.samples):
+        tells_ids = part.first and self.asked.return_token_ids and not (self.one_prompt and sample.index)
+        for place, choice in enumerate(choices):
+            chunk = self._head(1, [choice])
+            if tells_ids and not place:
+                (chunk if self.one_prompt else choice)["prompt_token_ids"] = self._prompt_ids(sample)
+            if choice is choices[-1] and all(each.output is not None for each in self.samples):
                 chunk["metrics"] = self._metrics()
             if self._tells_usage:
                 chunk["usage"] = usage
@@ -81,41 +77,34 @@ class _Reply(Reply):
         if self._tells_usage:
             yield self._head(1, []) | {"usage": self._usage()}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
         choices = []
-        for sample in self.samples:
-            pieces = self._come[sample.index]
-            sample.take(pieces)
-            scores, beside, end = self._shown(sample, pieces, first=True)
-            choice = {"index": sample.index, **self.text(sample), "logprobs": scores, **end, **beside}
-            choices.append(choice if self.one_prompt else choice | self._prompt(sample))
+        for part in parts:
+            scores, beside, end = self._shown(part)
+            choice = {"index": part.sample.index, **self.text(part.sample), "logprobs": scores} | end | beside
+            choices.append(choice if self.one_prompt else choice | self._prompt(part))
         whole = self._head(0, choices) | {"usage": self._usage(), "metrics": self._metrics()}
-        return whole | self._prompt(self.samples[0]) if self.one_prompt else whole
+        return whole | self._prompt(parts[0]) if self.one_prompt else whole
 
-    def _shown(self, sample: Sample, pieces: list[Piece], *, first: bool) -> tuple[Any, Any, Any]:
-        """Return what pieces that the sample took show: scores, what stands beside them, and the end."""
+    def _shown(self, part: Part) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Return the scores of a part, what stands beside its text, and what its end tells."""
         end: dict[str, Any] = {}
-        if sample.output is not None:
-            output = sample.ended()
+        if (output := part.output) is not None:
             reason = FINISH[output.finish_reason]
             last = output.token_ids[-1] if output.token_ids else None
             stopped = output.finish_reason == "eos" and last in self.job.one.params.stop_token_ids
             end = {
-                "finish_reason": "tool_calls" if reason == "stop" and sample.blocks.calls else reason,
+                "finish_reason": "tool_calls" if reason == "stop" and part.sample.blocks.calls else reason,
                 "stop_reason": last if stopped else output.stopped_by, "seed": output.seed,
                 "lossless": output.lossless, "deterministic": output.deterministic,
             }  # fmt: skip
         beside: dict[str, Any] = {}
-        scores = self.logprobs(sample, pieces, first=first)
         if self.asked.provenance:
-            beside["provenance"], beside["trace"] = self._provenance[sample.index].add(pieces)
+            provenance = self._provenance[part.sample.index]
+            beside["provenance"], beside["trace"] = provenance.add(part.pieces)
         if self.asked.return_token_ids:
-            beside["token_ids"] = [id for piece in pieces for id in piece.token_ids]
-        self._begun.add(sample.index)
-        return scores, beside, end
-
-    def _part(self, sample: Sample, added: Any) -> dict[str, Any]:
-        return {"index": sample.index, self.added_as: added, "logprobs": None, "finish_reason": None}
+            beside["token_ids"] = [id for piece in part.pieces for id in piece.token_ids]
+        return self.logprobs(part), beside, end
 
     def _head(self, kind: int, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -124,24 +113,25 @@ class _Reply(Reply):
         }  # fmt: skip
 
     @abstractmethod
-    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[Any]:
-        """Return what steps add to a choice, one item for each chunk; at least one the first time."""
+    def added(self, part: Part) -> list[Any]:
+        """Return what a part adds to a choice, one item for each chunk; at least one the first time."""
 
     @abstractmethod
     def text(self, sample: Sample) -> dict[str, Any]:
         """Return the text of a choice of a whole reply."""
 
     @abstractmethod
-    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
-        """Return the log-probabilities of what the pieces just taken show; None where they show none."""
+    def logprobs(self, part: Part) -> Any:
+        """Return the log-probabilities of what a part shows; None where it shows none."""
 
-    def _prompt(self, sample: Sample) -> dict[str, Any]:
-        """Return what a reply tells of the prompt of a sample that has ended."""
+    def _prompt(self, part: Part) -> dict[str, Any]:
+        """Return what a whole reply tells of the prompt of a sample."""
         made: dict[str, Any] = {}
         if self.asked.return_token_ids:
-            made["prompt_token_ids"] = self._prompt_ids(sample)
+            made["prompt_token_ids"] = self._prompt_ids(part.sample)
         if (top := self.asked.prompt_logprobs) is not None:
-            made["prompt_logprobs"] = self.texts.prompt_scores(sample.ended().prompt_logprobs or (), top)
+            scores = () if part.output is None else part.output.prompt_logprobs or ()
+            made["prompt_logprobs"] = self.texts.prompt_scores(scores, top)
         return made
 
     def _prompt_ids(self, sample: Sample) -> list[int]:
@@ -150,11 +140,8 @@ class _Reply(Reply):
     def _usage(self) -> dict[str, Any]:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
         new, stats = sum(sample.tokens for sample in self.samples), self._stats()
-        cached = [0] * len(self.job.asked)
-        for sample in self.samples:
-            if sample.output is not None:
-                place = sample.index // self.job.one.n
-                cached[place] = max(cached[place], sample.output.cached_tokens)
+        ended = [0 if each.output is None else each.output.cached_tokens for each in self.samples]
+        cached = [max(ended[at : at + self.job.one.n]) for at in range(0, len(ended), self.job.one.n)]
         accepted = stats.accepted_by[PREDICTION]
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": new,
@@ -182,16 +169,14 @@ class _Reply(Reply):
 
 
 class ChatReply(_Reply):
-    """Of POST /v1/chat/completions."""
-
     request, types = ChatRequest, (reply_types.Chat, reply_types.ChatChunk)
     route, objects = "chat_completions", ("chat.completion", "chat.completion.chunk")
     lengths = LengthFields("messages", ("max_completion_tokens", "max_tokens"), SHORTEN)
-    prefix, added_as, silence, over, one_prompt = "chatcmpl", "delta", {"content": ""}, {}, True
+    prefix, added_as, nothing, over, one_prompt = "chatcmpl", "delta", {"content": ""}, {}, True
 
-    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[dict[str, Any]]:
+    def added(self, part: Part) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for kind, block, text in steps:
+        for kind, block, text in part.steps:
             call = block.call
             if kind == "delta" and block.thinking:
                 deltas.append({"reasoning_content": text, "reasoning": text})
@@ -201,7 +186,7 @@ class ChatReply(_Reply):
                 begun: dict[str, Any] = {"id": call.id, "type": "function"} if kind == "open" else {}
                 function = {"name": call.name, "arguments": ""} if kind == "open" else {"arguments": text}
                 deltas.append({"tool_calls": [{"index": call.index, **begun, "function": function}]})
-        if first:
+        if part.first:
             deltas[:1] = [{"role": "assistant", **(deltas[0] if deltas else {"content": ""})}]
         return deltas
 
@@ -221,20 +206,18 @@ class ChatReply(_Reply):
             ]  # fmt: skip
         return {"message": message}
 
-    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
-        asked = first and sample.output is not None and self.job.one.params.logprobs is not None
-        if not sample.shown and not asked:
+    def logprobs(self, part: Part) -> Any:
+        asked = part.first and part.output is not None and self.job.one.params.logprobs is not None
+        if not part.shown and not asked:
             return None
-        return {"content": self.texts.chat_logprobs(sample.shown), "refusal": None}
+        return {"content": self.texts.chat_logprobs(part.shown), "refusal": None}
 
 
 class CompletionReply(_Reply):
-    """Of POST /v1/completions."""
-
     request, types = CompletionRequest, (reply_types.Completion, reply_types.CompletionChunk)
     route, operation, objects = "completions", "text_completion", ("text_completion", "text_completion")
     lengths = LengthFields("prompt", ("max_tokens",), SHORTEN)
-    prefix, added_as, silence, over, one_prompt = "cmpl", "text", "", "", False
+    prefix, added_as, nothing, over, one_prompt = "cmpl", "text", "", "", False
 
     def __init__(self, id: str, *args: Any) -> None:
         super().__init__(id, *args)
@@ -243,24 +226,24 @@ class CompletionReply(_Reply):
         self._sent = list(zip(self.job.prompts, self.asked.sent, strict=True))
         self._echoes = [self.texts.echoed(*each) if self.asked.echo else "" for each in self._sent]
 
-    def added(self, sample: Sample, steps: list[BlockEvent], *, first: bool) -> list[str]:
-        begun = self._echoes[sample.index // self.job.one.n] if first else ""
-        text = begun + "".join(step.text for step in steps)
-        return [text] if text or first else []
+    def added(self, part: Part) -> list[str]:
+        begun = self._echoes[part.sample.index // self.job.one.n] if part.first else ""
+        text = begun + "".join(step.text for step in part.steps)
+        return [text] if text or part.first else []
 
     def text(self, sample: Sample) -> dict[str, Any]:
         echo = self._echoes[sample.index // self.job.one.n]
         return {"text": echo + sample.blocks.content}
 
-    def logprobs(self, sample: Sample, pieces: list[Piece], *, first: bool) -> Any:
+    def logprobs(self, part: Part) -> Any:
         top = self.job.one.params.logprobs
         if top is None:
             return None
-        offsets, found = self._offsets[sample.index], None
-        if first and self.asked.echo:
-            sent = self._sent[sample.index // self.job.one.n]
-            found = offsets.prompt(*sent, pieces[0].prompt_logprobs or (), top)
-        if found is None and not sample.shown and not (first and sample.output is not None):
+        offsets, found = self._offsets[part.sample.index], None
+        if part.first and self.asked.echo:
+            sent = self._sent[part.sample.index // self.job.one.n]
+            found = offsets.prompt(*sent, part.pieces[0].prompt_logprobs or (), top)
+        if found is None and not part.shown and not (part.first and part.output is not None):
             return None
-        new = offsets.logprobs(sample.shown)
+        new = offsets.logprobs(part.shown)
         return new if found is None else {name: found[name] + new[name] for name in found}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from foredraft.decode.thinking import ThinkingMarkers
@@ -18,7 +19,7 @@ from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.blocks import HERMES
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import invalid
 
 Messages: TypeAlias = list[dict[str, Any]]
 # The key of an earlier reply's reasoning, which templates of models that reason read; others pass over it.
@@ -28,7 +29,7 @@ REASONING = "reasoning_content"
 def messages_of(given: Messages) -> Messages:
     """Return messages whose content is text and whose calls have objects as arguments."""
     if not given:
-        raise Problem(400, "messages is empty", param="messages")
+        raise invalid("messages", "messages is empty")
     made = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
     results: set[str] = set()  # ids of those that follow one message
     for place, message in enumerate(made):
@@ -46,10 +47,10 @@ def _check_single(id: object, known: set[str], name: str) -> None:
     if id is None:
         return
     if not isinstance(id, str):
-        raise Problem(400, f"{name} is {shortened(id)}; give a string", param="messages")
+        raise invalid("messages", f"{name} is {shortened(id)}; give a string")
     if id in known:
         says = f"{name} is {shortened(id)}, as an earlier one of the same turn; give each an id of its own"
-        raise Problem(400, says, param="messages")
+        raise invalid("messages", says)
     known.add(id)
 
 
@@ -58,14 +59,13 @@ def text_of(content: object, name: str, param: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Problem(400, f"{name} must be text or a list of parts", param=param)
+        raise invalid(param, f"{name} must be text or a list of parts")
     texts = []
     for part in content:
         fields = part if isinstance(part, Mapping) else {"type": part}
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = shortened(fields.get("type"))
-            says = f"{name} has a part of type {kind}, but only text is read; leave it out"
-            raise Problem(400, says, param=param)
+            raise invalid(param, f"{name} has a part of type {kind}, but only text is read; leave it out")
         texts.append(fields["text"])
     return "".join(texts)
 
@@ -74,10 +74,10 @@ def begun_reply(message: Mapping[str, Any], *, adds_prompt: bool) -> str:
     """Return the text of a last message that the reply continues; a prompt for another one excludes that."""
     if message.get("role") != "assistant" or message.get("content") is None or message.get("tool_calls"):
         problem = "continue_final_message needs a last message of the assistant that is text"
-        raise Problem(400, problem, param="continue_final_message")
+        raise invalid("continue_final_message", problem)
     if adds_prompt:
         problem = "continue_final_message and add_generation_prompt exclude each other"
-        raise Problem(400, problem, param="add_generation_prompt")
+        raise invalid("add_generation_prompt", problem)
     return text_of(message["content"], "the last message", "messages")
 
 
@@ -145,14 +145,12 @@ def _one_call_a_turn(messages: Messages) -> Messages:
 
 def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
-    turns: list[Messages] = []
-    for message in messages:
-        before = turns[-1][0] if turns else {}
-        is_text = all(each.get("role") != "tool" and not each.get("tool_calls") for each in (before, message))
-        if turns and is_text and message.get("role") == before.get("role"):
-            turns[-1].append(message)
-        else:
-            turns.append([message])
+
+    def turn(message: dict[str, Any]) -> object:
+        alone = message.get("role") == "tool" or message.get("tool_calls")
+        return id(message) if alone else message.get("role")
+
+    turns = [list(each) for _, each in groupby(messages, turn)]
     return [
         {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))} if turn[1:] else turn[0]
         for turn in turns
@@ -189,19 +187,19 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _calls(given: object, name: str) -> list[dict[str, Any]]:
     """Return the calls of an earlier reply; templates read arguments as an object."""
     if not isinstance(given, list):
-        raise Problem(400, f"{name} must be a list", param="messages")
+        raise invalid("messages", f"{name} must be a list")
     calls = []
     for place, call in enumerate(given):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Problem(400, f"{name}[{place}] has no function with a name", param="messages")
+            raise invalid("messages", f"{name}[{place}] has no function with a name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 says = f"{name}[{place}] has arguments that are no JSON"
-                raise Problem(400, says, param="messages") from None
+                raise invalid("messages", says) from None
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -251,9 +249,9 @@ def _add(messages: Messages, item: dict[str, Any]) -> None:
         if not str(item.get("id")).startswith(REASONING_ID):
             says = f"input refers to the item {shortened(item.get('id'))}, and this server keeps no items"
             remedy = 'send the item itself, as clients do with "store": false'
-            raise Problem(400, f"{says}; {remedy}", param="input")
+            raise invalid("input", f"{says}; {remedy}")
     else:
-        raise Problem(400, f"input items of type {shortened(kind)} are not supported", param="input")
+        raise invalid("input", f"input items of type {shortened(kind)} are not supported")
 
 
 def _is_thought(message: Mapping[str, Any]) -> bool:
@@ -292,9 +290,8 @@ FORMS = (
     # https://huggingface.co/Qwen/Qwen3-8B, DeepSeek's R1 and its distilled models, SmolLM3, and many more
     ReasoningFormat("<think>", "</think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),  # https://huggingface.co/mistralai/Magistral-Small-2507
-    ReasoningFormat(
-        "<seed:think>", "</seed:think>"
-    ),  # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+    # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
+    ReasoningFormat("<seed:think>", "</seed:think>"),
 )
 SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 EFFORT, NO_EFFORT = "reasoning_effort", "none"

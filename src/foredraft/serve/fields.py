@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from foredraft.arguments import declared
 from foredraft.decode.params import SamplingParams
 from foredraft.serve.offload import without_collection
-from foredraft.serve.problems import FIELDS, Problem, first_fault
+from foredraft.serve.problems import FIELDS, first_fault, invalid
 
 if TYPE_CHECKING:
     from foredraft.serve.requests import ChatRequest, CompletionRequest
@@ -278,11 +278,10 @@ class Body(BaseModel, extra="allow", strict=True):
         raise NotImplementedError
 
     def refuse_unsupported(self) -> None:
-        """Raise Problem for the first field that is not supported."""
         for name, refused in self.unsupported.items():
             if (self.model_extra or {}).get(name) not in refused.off:
                 message = f"{name} is not supported; {refused.instead}"
-                raise Problem(400, message, param=name, code="unsupported_parameter")
+                raise invalid(name, message, code="unsupported_parameter")
 
     @property
     def further(self) -> dict[str, Any]:

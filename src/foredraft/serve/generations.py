@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
 from foredraft.llm.service import RequestHandle, Service, StreamEvent
-from foredraft.serve.limits import Limits, Permit, Tenant
+from foredraft.serve.limits import Limits, Permit
 from foredraft.serve.logs import current
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.offload import COMPILING, Turns, compiled, has_patterns
@@ -50,16 +50,11 @@ class Generation:
         self._read_prompts: set[int] = set()
         self._problem: Problem | None = None
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts as they are read."""
-        return sum(handle.prompt_tokens for handle in self.handles)
-
-    def submit(self, tenant: Tenant) -> None:
+    def submit(self) -> None:
         """Hand the prompts to the engine's thread; those of a generation that has ended are cancelled."""
-        for place, asked in enumerate(self.job.asked):
-            owner = (self, place * asked.n)
-            handle = self._service.submit(replace(asked, **tenant._asdict()), owner=owner)
+        for place, prompt in enumerate(self.job.prompts):
+            asked = replace(self.job.one, prompt=prompt)
+            handle = self._service.submit(asked, owner=(self, place * asked.n))
             self.handles.append(handle)
             if self.ended:
                 self._service.cancel(handle)
@@ -142,23 +137,35 @@ class Model:
         path = Path(llm.model)  # that of a hub id does not exist
         self.names = (path.resolve().name if path.exists() else llm.model, llm.model)
         self.texts = TokenTexts(llm.tokenizer, llm.loaded.spec.vocab_size)
-        self.drafters = tuple(engine.drafters)
         self.live: set[Generation] = set()
         self._compilations = Turns(COMPILING)
         self.service = Service(llm, self._publish)
+        rows, cache = engine.rows, engine.cache
+        gauges: dict[str, Callable[[], float]] = {
+            "requests_running": lambda: len(rows.sequences),
+            "requests_waiting": lambda: max(0, self.limits.samples.total - len(rows.sequences)),
+            "requests_paused": lambda: sum(
+                each.paused_at is not None for each in [*rows.sequences, *engine.scheduler.waiting]
+            ),
+            "cache_usage": lambda: (
+                sum(cache.lengths[: len(rows.sequences)]) / max(1, cache.rows * cache.positions)
+            ),
+        }
+        for name, read in gauges.items():
+            metrics.by_name[name].set_function(read)
 
     @property
     def chats(self) -> bool:
         return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
 
-    async def start(self, job: Job, permit: Permit, tenant: Tenant) -> Generation:
+    async def start(self, job: Job, permit: Permit) -> Generation:
         generation = Generation(job, permit, self._metrics, self.service, self._settings.max_unread)
         try:
             self.limits.take_tokens(permit, job.prompt_tokens * job.one.n)
             if has_patterns(job.one.params, self._settings.max_patterns):
-                await compiled(self._compilations, lambda: generation.submit(tenant))
+                await compiled(self._compilations, generation.submit)
             else:
-                await anyio.to_thread.run_sync(generation.submit, tenant)
+                await anyio.to_thread.run_sync(generation.submit)
         except BaseException:
             # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
             generation.ended = True
@@ -197,25 +204,13 @@ class Model:
             generation.note("slow reader")
             generation.reader.cancel()
 
-    def update_gauges(self) -> None:
-        engine = self.llm.loaded.engine
-        sequences, waiting = list(engine.rows.sequences), list(engine.scheduler.waiting)
-        rows = len(sequences)
-        used = sum(engine.cache.lengths[:rows]) / max(1, engine.cache.rows * engine.cache.positions)
-        for name, value in (
-            ("requests_running", rows), ("requests_waiting", max(0, self.limits.samples - rows)),
-            ("requests_paused", sum(each.paused_at is not None for each in [*sequences, *waiting])),
-            ("cache_usage", used),
-        ):  # fmt: skip
-            self._metrics.by_name[name].set(value)
-
     def _publish(self, events: list[StreamEvent]) -> None:
         """Hand the events of a step to the event loop. The engine's thread calls it."""
+
+        def deliver() -> None:
+            for handle, sample, piece in events:
+                generation, first = handle.owner
+                generation.put(handle, first + sample, piece)
+
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_deliver, events)
-
-
-def _deliver(events: list[StreamEvent]) -> None:
-    for handle, sample, piece in events:
-        generation, first = handle.owner
-        generation.put(handle, first + sample, piece)
+            self.loop.call_soon_threadsafe(deliver)

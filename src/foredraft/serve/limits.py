@@ -15,19 +15,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from foredraft.errors import ConfigError
-from foredraft.serve.logs import current
+from foredraft.llm.requests import Submission
+from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.problems import Problem, busy
+from foredraft.serve.problems import Problem, busy, invalid
 from foredraft.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from foredraft.serve.bodies import Bodies
 
 VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
 COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
@@ -35,20 +32,17 @@ UNNAMED = re.compile(r"key [0-9]+(?=\s+\S+$)")  # the name of a key that was giv
 
 
 class Keys:
-    """The keys that a server takes; without any it asks for none."""
-
     def __init__(self, lines: list[str]) -> None:
-        self._digests: list[bytes] = []
-        self._names: list[str] = []
+        self._known: list[tuple[bytes, str]] = []  # digests and names
         for place, line in enumerate(lines):
             *name, key = line.rsplit(maxsplit=1)
             # clients may write a key that is not ASCII in two ways
             for encoding in ("utf-8", "latin-1") if max(key) < "\u0100" else ("utf-8",):
-                self._digests.append(hashlib.sha256(key.encode(encoding)).digest())
-                self._names.append(name[0].strip() if name else f"key {place}")
+                digest = hashlib.sha256(key.encode(encoding)).digest()
+                self._known.append((digest, name[0].strip() if name else f"key {place}"))
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._known)
 
     @classmethod
     def of(cls, settings: Settings) -> Keys:
@@ -66,21 +60,21 @@ class Keys:
 
     def check(self, authorization: str | None, key: str | None = None) -> str:
         """Return the name of the key in a header, or of `key`; "" where the server asks for none."""
-        if not self._digests:
+        if not self:
             return ""
         scheme, _, bearer = (authorization or "").partition(" ")
         if key is None and scheme.lower() == "bearer":
             key = bearer
         # ASGI hands the bytes of a header over as Latin-1.
         digest = hashlib.sha256((key or "").strip(" \t").encode("latin-1", "replace")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if key is None or not any(matches):
+        names = [name for known, name in self._known if hmac.compare_digest(digest, known)]
+        if key is None or not names:
             raise Problem(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        current().key = name = self._names[matches.index(True)]
-        return name
+        current().key = names[0]
+        return names[0]
 
 
 def _read(file: Path) -> list[str]:
@@ -107,47 +101,32 @@ def _read(file: Path) -> list[str]:
 HOME = 64  # bits of an IPv6 address that one subscriber has; the rest is the subscriber's own choice
 
 
-class Tenant(NamedTuple):
-    """What the engine knows of a request's client: arguments of `Service.submit`."""
+def client_of(key: str, address: str) -> str:
+    """Return the client with a key, or without keys the one at an address.
 
-    client: str = ""
-    salts: tuple[str, ...] = ()
-    text_salts: tuple[str, ...] = ()
+    Examples:
+        >>> client_of("", "2001:db8::1") == client_of("", "2001:db8::2")
+        True
+    """
+    if key:
+        return key
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # a socket of Unix, or a test
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.ip_network((int(found), HOME), strict=False))
+    return str(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
-    """The client of a request."""
-
-    name: str  # of the API key; without keys, the address
-    key: str  # name of the API key; "" where none is asked for
-
-    @classmethod
-    def of(cls, key: str, address: str) -> Self:
-        """Return the client with a key, or without keys the one at an address.
-
-        Examples:
-            >>> Client.of("", "2001:db8::1") == Client.of("", "2001:db8::2")
-            True
-        """
-        home = address
-        with suppress(ValueError):  # a socket of Unix, or a test
-            found = ipaddress.ip_address(address)
-            if isinstance(found, ipaddress.IPv6Address):
-                network = ipaddress.ip_network((int(found), HOME), strict=False)
-                found, home = found.ipv4_mapped or found, str(network)
-            if isinstance(found, ipaddress.IPv4Address):
-                home = str(found)
-        return cls(key or home, key)
-
-    def tenant(self, settings: Settings, cache_salt: str | None) -> Tenant:
-        """Return what the engine knows of a client; `cache_salt` is the request's own."""
-        own, salt = self.key, cache_salt or ""
-        return Tenant(
-            self.name if settings.fair_shares else "",
-            ("" if settings.shared_prefixes else own, salt),
-            ("" if settings.share_texts else own, salt),
-        )
+def owned(asked: Submission, record: RequestRecord, settings: Settings, cache_salt: str | None) -> Submission:
+    """Return a submission as that of its client; `cache_salt` is the request's own."""
+    own, salt = record.key, cache_salt or ""
+    return replace(
+        asked, client=client_of(own, record.address) if settings.fair_shares else "",
+        salts=("" if settings.shared_prefixes else own, salt),
+        text_salts=("" if settings.share_texts else own, salt),
+    )  # fmt: skip
 
 
 OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with less than their share come last
@@ -156,7 +135,8 @@ OVERFLOW = 2  # times a bound: what runs and waits in all, where clients with le
 class Shared:
     """An amount that is bounded in all and shared among clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: Callable[[], int], says: str, note: Callable[[], None] = lambda: None) -> None:
+        self.most, self._says, self._note = most, says, note  # what a refusal says of the amount, and notes
         self._amounts: Counter[str] = Counter()  # by client; none is 0
 
     @property
@@ -167,77 +147,92 @@ class Shared:
         return self._amounts[client]
 
     def add(self, client: str, more: int) -> None:
-        """Add to the amount of a client; a negative number takes away."""
         self._amounts[client] += more
         if not self._amounts[client]:
             del self._amounts[client]
 
-    def fits(self, client: str, more: int, most: int) -> bool:
-        """Return whether a client may have so many more of what is bounded by `most`."""
-        total = self.total + more
-        if total <= most:
-            return True
+    def check(self, client: str, more: int) -> None:
+        """Raise Problem unless a client may have so much more."""
+        most, total = self.most(), self.total + more
         share = most // len({*self._amounts, client})
-        return self.of(client) + more <= share and total <= OVERFLOW * most
+        if total > most and (self.of(client) + more > share or total > OVERFLOW * most):
+            self._note()
+            raise busy(f"{self.total} {self._says.format(most)}")
 
 
-class Permit:
-    """The permit of one request to run or wait."""
+class Held:
+    """What one request has of a shared amount, until it lets go of it."""
 
-    def __init__(self, limits: Limits, samples: int, client: str) -> None:
-        self._limits, self.samples, self.client, self.tokens = limits, samples, client, 0
-        self._taken = True
+    def __init__(self, shared: Shared, client: str) -> None:
+        self._shared, self._client, self._own = shared, client, 0
+
+    def grow(self, more: int) -> None:
+        """Take more; raise Problem where that is too much beside what others have."""
+        if self._shared.total > self._own:
+            self._shared.check(self._client, more)
+        self._own += more
+        self._shared.add(self._client, more)
+
+    def shrink(self, left: int = 0) -> None:
+        """Let go of all but `left`."""
+        if self._own > left:
+            self._shared.add(self._client, left - self._own)
+            self._own = left
+
+
+class Bodies(Shared):
+    """What the bodies of all requests and the messages of all WebSockets take together, in bytes."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        super().__init__(most, "bytes of bodies are held, of {} at most (--max-bodies)")
+
+    def of_address(self, address: str) -> Held:
+        """Return what holds one body from when it comes until its request is answered."""
+        return Held(self, client_of("", address))
+
+
+class Permit(NamedTuple):
+    samples: Held
+    tokens: Held  # of its prompts
 
     def free(self) -> None:
-        if self._taken:
-            self._taken = False
-            self._limits.give_back(self)
+        self.samples.shrink()
+        self.tokens.shrink()
 
 
 class Limits:
     """Counts what runs and waits. A permit is taken before a prompt is read, so that a burst cannot pass."""
 
     def __init__(self, settings: Settings, rows: int, metrics: Metrics) -> None:
-        self._settings, self._most, self._metrics = settings, rows + settings.max_queued, metrics
-        self._samples, self._tokens = Shared(), Shared()
+        def shared(most: int, says: str, reason: str) -> Shared:
+            return Shared(lambda: most, says, lambda: metrics.refused(reason))
 
-    @property
-    def samples(self) -> int:
-        return self._samples.total
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens.total
+        self._most_of_client, self._metrics = settings.max_per_key, metrics
+        says = "samples run or wait, of {} at most (max_queued)"
+        self.samples = shared(rows + settings.max_queued, says, "queue full")
+        says = "prompt tokens run or wait, of {} at most (max_queued_tokens)"
+        self.tokens = shared(settings.max_queued_tokens, says, "prompt tokens")
 
     def take(self, samples: int, client: str) -> Permit:
-        most, own = self._settings.max_per_key, self._samples.of(client)
-        if samples <= self._most and not self._samples.fits(client, samples, self._most):
-            self._metrics.refused("queue full")
-            raise busy(f"{self.samples} samples run or wait, of {self._most} at most (max_queued)")
-        if samples > self._most or (most and samples > most):
-            allowed = min(self._most, most or self._most)
+        all_, most = self.samples.most(), self._most_of_client
+        if samples <= all_:
+            self.samples.check(client, samples)
+        if samples > all_ or (most and samples > most):
+            allowed = min(all_, most or all_)
             raise Problem(400, f"{samples} samples in one request, of {allowed} at most")
-        if most and own + samples > most:
+        if most and (own := self.samples.of(client)) + samples > most:
             self._metrics.refused("key limit")
             says = f"this client has {own} samples that run or wait, of {most} at most (max_per_key)"
             raise busy(says, 429)
-        self._samples.add(client, samples)
-        return Permit(self, samples, client)
+        permit = Permit(Held(self.samples, client), Held(self.tokens, client))
+        permit.samples.grow(samples)
+        return permit
 
     def take_tokens(self, permit: Permit, tokens: int) -> None:
-        most = self._settings.max_queued_tokens
-        if tokens > most:
+        if tokens > (most := self.tokens.most()):
             message = f"{tokens} prompt tokens in one request, of {most} at most (max_queued_tokens)"
-            raise Problem(400, message, param="prompt")
-        if not self._tokens.fits(permit.client, tokens, most):
-            self._metrics.refused("prompt tokens")
-            raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most (max_queued_tokens)")
-        self._tokens.add(permit.client, tokens)
-        permit.tokens = tokens
-
-    def give_back(self, permit: Permit) -> None:
-        self._samples.add(permit.client, -permit.samples)
-        self._tokens.add(permit.client, -permit.tokens)
+            raise invalid("prompt", message)
+        permit.tokens.grow(tokens)
 
 
 RESERVED_FILES = 64  # descriptors that are no connections: files of models, pipes, the event loop
@@ -256,28 +251,24 @@ class Connections:
         self.most = max(1, _open_files(wanted + RESERVED_FILES) - RESERVED_FILES)  # in all
         # of one address, rounded up; 0 is no limit
         self.most_of_address = -(-settings.max_connections_per_address * self.most // wanted)
-        self._addresses: dict[int, str] = {}
-        self._by_address: Counter[str] = Counter()
+        self._addresses: dict[int, str] = {}  # by transport, which may no longer know it at the end
+        self._open = Shared(lambda: self.most, "")
 
     def enter(self, transport: Any) -> Problem | None:
         """Count a connection; return why it is refused, or None."""
         address = str((transport.get_extra_info("peername") or ("",))[0])
         self._addresses[id(transport)] = address
-        self._by_address[address] += 1
+        self._open.add(address, 1)
         most = self.most_of_address
-        if len(self._addresses) > self.most:
+        if self._open.total > self.most:
             return busy(f"{self.most} connections are open, as many as there may be (--max-connections)")
-        if most and self._by_address[address] > most:
+        if most and self._open.of(address) > most:
             message = f"{most} connections of this address are open (--max-connections-per-address)"
             return busy(message, 429)
         return None
 
     def leave(self, transport: Any) -> None:
-        address = self._addresses.pop(id(transport), None)
-        if address is not None:
-            self._by_address[address] -= 1
-            if not self._by_address[address]:
-                del self._by_address[address]
+        self._open.add(self._addresses.pop(id(transport)), -1)
 
 
 def _open_files(wanted: int) -> int:

@@ -41,8 +41,6 @@ _current: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request."""
-
     method: str  # of HTTP; WEBSOCKET for a socket and for each request over it
     path: str  # without the query
     headers: Mapping[str, str] = field(default_factory=dict)  # that the client sent
@@ -102,8 +100,8 @@ class Recording:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(scope.get("method", "WEBSOCKET"), scope["path"], Headers(scope=scope))
-        record.address = str((scope.get("client") or ("",))[0])
+        method, address = scope.get("method", "WEBSOCKET"), str((scope.get("client") or ("",))[0])
+        record = RequestRecord(method, scope["path"], Headers(scope=scope), address=address)
         record.begin()
 
         async def noting(message: Message) -> None:
@@ -149,8 +147,6 @@ def log_access(record: RequestRecord) -> None:
 
 
 class _Lines(logging.Formatter):
-    """Formats a record as one line."""
-
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
         self._as_json = as_json

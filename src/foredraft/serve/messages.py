@@ -16,20 +16,17 @@ from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
-from foredraft.serve.problems import Error, LengthFields, Problem, TooLong
+from foredraft.serve.problems import TYPES, LengthFields, Problem, TooLong
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import StopReason
-from foredraft.serve.requests import ChatRequest, Further
+from foredraft.serve.requests import ChatRequest
 from foredraft.serve.responses import kind_of
 
 # Why the library ends a text -> stop_reason of this API.
 REASONS: dict[str, StopReason] = {
     "eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal",
 }  # fmt: skip
-KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error",
-}  # fmt: skip
+KINDS = TYPES | {413: "request_too_large", 500: "api_error"}
 THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
 
@@ -126,7 +123,7 @@ class MessagesRequest(Body):
         }  # fmt: skip
         thinks = None if self.thinking is None else THINKS.get(self.thinking.type)
         ignored = dict.fromkeys(each.name or each.type for each in given if isinstance(each, ServerTool))
-        return ChatRequest.of(body, Further(cuts_length=True, thinks=thinks, ignored_tools=tuple(ignored)))
+        return ChatRequest.of(body, ignored, thinks, cuts=True)
 
 
 class CountTokensRequest(MessagesRequest):
@@ -168,12 +165,10 @@ def error_body(problem: Problem) -> dict[str, Any]:
 
 
 class MessageReply(BlockReply):
-    """Of POST /v1/messages."""
-
     request, types = MessagesRequest, (reply_types.Message, reply_types.MessageEvent)
     route = "answer_messages"
     lengths = LengthFields("messages")
-    errors = (reply_types.MessageError, Error)  # the second one before the route is reached
+    errors = (reply_types.MessageError, reply_types.Error)  # the second one before the route is reached
 
     @staticmethod
     def failure(problem: Problem) -> Event:

@@ -7,13 +7,13 @@ is over, so a server without tracing pays nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 import foredraft
 from foredraft.errors import ConfigError
@@ -57,8 +57,6 @@ METRICS: dict[str, tuple[Any, str, str, str]] = {
 
 
 class Metrics:
-    """The metrics of one server."""
-
     def __init__(self, *, vllm: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.by_name: dict[str, Any] = {}
@@ -69,7 +67,6 @@ class Metrics:
             self.by_name[name] = kind(shown, help, labels, registry=self.registry, **more)
 
     def count(self, name: str, more: float = 1, *, label: object = None) -> None:
-        """Add to a counter."""
         counter = self.by_name[name]
         (counter if label is None else counter.labels(label)).inc(more)
 
@@ -92,37 +89,23 @@ class Metrics:
             self.count("accepted_tokens_by_position", accepted, label=position)
         self.count("requests_finished", label=output.finish_reason)
 
-    def text(self, update: Callable[[], None]) -> bytes:
-        update()
+    def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _Labelled(Collector):
-    """The metrics of several servers, each with the label `replica`."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for replica, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
-                new = Metric(family.name, family.documentation, family.type)
-                known = families.setdefault(family.name, new)
-                for sample in family.samples:
-                    known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-        yield from families.values()
-
-
 def labelled(texts: Mapping[str, str]) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Labelled(texts))
-    return generate_latest(registry)
+    """Return the metrics of several servers as one text, each with the label `replica`."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            new = Metric(family.name, family.documentation, family.type)
+            known = families.setdefault(family.name, new)
+            for sample in family.samples:
+                known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    return generate_latest(cast(Any, SimpleNamespace(collect=families.values)))
 
 
 class Tracing:
-    """Makes spans."""
-
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("foredraft", foredraft.__version__)

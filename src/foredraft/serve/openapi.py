@@ -22,7 +22,6 @@ from foredraft.pages.trace import ORIGINS, stylesheet
 from foredraft.serve import reply_types
 from foredraft.serve.bodies import SHAPES
 from foredraft.serve.generations import Model
-from foredraft.serve.problems import Error
 from foredraft.serve.tokens import READERS
 
 
@@ -34,23 +33,20 @@ def card(model: Model, name: str) -> dict[str, Any]:
 
 
 def capabilities(model: Model) -> dict[str, Any]:
-    llm = model.llm
+    llm, drafters = model.llm, model.llm.loaded.engine.drafters
     return {
         "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
         "deterministic": llm.deterministic, "weights": llm.weights, "lora": [*llm.lora],
-        "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
+        "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in drafters},
         "default_drafter": llm.default_drafter,
         "policy": llm.loaded.engine.policy.name, "policies": list(POLICIES),
-        "chat": model.chats, "tools": model.chats, "prediction": PREDICTION in model.drafters,
+        "chat": model.chats, "tools": model.chats, "prediction": PREDICTION in drafters,
         "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
         "streams": ["sse", "text", "websocket"],
     }  # fmt: skip
 
 
-PAGE_TYPES = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml",
-}  # fmt: skip
+PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'",
@@ -106,17 +102,17 @@ def _header(description: str, **more: bool) -> dict[str, Any]:
     return {"description": description, "schema": {"type": "string"}, **more}
 
 
-LISTED = {
-    "x-ignored-fields": _header(
-        "Names of unknown fields and of variables that no template reads, which were ignored."
-    )
-}
+UNKNOWN = "Names of unknown fields and of variables that no template reads, which were ignored."
+LISTED = {"x-ignored-fields": _header(UNKNOWN)}
 NOTES = LISTED | {
     "x-ignored-tools": _header("Tools that are no functions, which the model does not see."),
     "x-unenforced-keywords": _header("Places of keywords of schemas that the text is not constrained by."),
 }
-BROKEN = {"x-broken-keywords": _header("Those of them that a call breaks, in a whole reply.")}
 REQUEST_ID = _header("The request's id.", required=True)
+RUN = NOTES | {
+    "x-broken-keywords": _header("Those of them that a call breaks, in a whole reply."),
+    "x-request-id": REQUEST_ID,
+}
 SCHEME = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -132,7 +128,7 @@ def _described(
     body: Any = None,
     event: Any = None,
     text: bool = False,
-    errors: tuple[Any, ...] = (Error,),
+    errors: tuple[Any, ...] = (reply_types.Error,),
     headers: dict[str, Any] | None = None,
     schemes: tuple[str, ...] = BEARER,
 ) -> dict[str, Any]:
@@ -152,9 +148,7 @@ def _described(
         content["text/plain"] = plain
     done = {"description": "The reply.", "content": content, "headers": headers or {}}
     wrong = {"application/json": {"schema": {"anyOf": [_reference(error) for error in errors]}}}
-    refused = {
-        str(status): {"description": why, "content": wrong} for status, why in sorted(refusals.items())
-    }
+    refused = {str(code): {"description": why, "content": wrong} for code, why in sorted(refusals.items())}
     made: dict[str, Any] = {"responses": {"200": done, **refused}}
     if body is not None:
         read = {"application/json": {"schema": _reference(body)}}
@@ -177,9 +171,7 @@ ROUTES = {
     "/v1/models": _described(reply_types.ModelList, KEYED, schemes=EITHER),
     "/v1/models/{name}": _described(reply_types.ModelCard, NAMED, schemes=EITHER),
     "/v1/capabilities": _described(reply_types.Capabilities, KEYED, schemes=EITHER),
-    "/tokenizer_info": _described(
-        reply_types.TokenizerInfo, KEYED | {400: "The model has no tokenizer."}
-    ),
+    "/tokenizer_info": _described(reply_types.TokenizerInfo, KEYED | {400: "The model has no tokenizer."}),
     **{
         path: _described(
             each.type, READS, body=each.request, errors=each.errors,
@@ -191,8 +183,7 @@ ROUTES = {
         path: _described(
             each.types[0], RUNS, body=each.request, event=each.types[1], text=bool(each.done),
             errors=each.errors, schemes=EITHER if each.own_headers else BEARER,
-            headers=NOTES | BROKEN | {"x-request-id": REQUEST_ID}
-            | ({"request-id": REQUEST_ID} if each.own_headers else {}),
+            headers=RUN | ({"request-id": REQUEST_ID} if each.own_headers else {}),
         )
         for path, each in SHAPES.items()
     },

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, cast
 
 from pydantic import ValidationError
-from typing_extensions import TypedDict
 
 from foredraft.errors import ContextLengthError, ForedraftError, Option, RequestError, python_spelling
 
@@ -25,22 +24,7 @@ CLASS_NAME = re.compile(r" or instance of \w+$")  # at the end of what pydantic 
 MAX_SHOWN = 1000  # characters of a message
 
 
-class ErrorFields(TypedDict, closed=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict, closed=True):
-    """An error in the shape of the OpenAI API; within a stream, an event has the same shape."""
-
-    error: ErrorFields
-
-
 class Problem(Exception):
-    """An error with its HTTP status."""
-
     def __init__(
         self,
         status: int,  # the HTTP status
@@ -57,12 +41,12 @@ class Problem(Exception):
         self.headers = dict(headers or {})  # of the response
 
     @classmethod
-    def read(cls, status: int, body: Error) -> Self:
+    def read(cls, status: int, body: Mapping[str, Any]) -> Self:
         error = body["error"]
         return cls(status, error["message"], param=error["param"], code=error["code"])
 
     @property
-    def body(self) -> Error:
+    def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -74,10 +58,6 @@ class LengthFields(NamedTuple):
     new: tuple[str, ...] = ()  # say how many new tokens are asked for; the first one that is given counts
     shorten: str = ""  # what makes the server shorten a prompt, as a remedy names it
 
-    def asked(self, body: Mapping[str, object]) -> str | None:
-        """Return the field by which a body asks for a number of tokens; None where none does."""
-        return next((name for name in self.new if body.get(name) is not None), None)
-
 
 class TooLong(Problem):
     """A prompt, perhaps with the tokens that are asked for, is longer than the context.
@@ -88,7 +68,8 @@ class TooLong(Problem):
     chat_models of libs/partners/openai and libs/partners/anthropic).
     """
 
-    def __init__(self, error: ContextLengthError, fields: LengthFields, asked: str | None) -> None:
+    def __init__(self, error: ContextLengthError, fields: LengthFields, body: Mapping[str, object]) -> None:
+        asked = next((name for name in fields.new if body.get(name) is not None), None)
         has, remedy = f"it has {error.prompt}", f"shorten {fields.prompt}"
         if asked is not None:
             has += f" and {asked} asks for {error.new}"
@@ -130,6 +111,10 @@ def forget_frames(error: BaseException) -> None:
             left += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
 
 
+def invalid(param: str | None, message: str, code: str | None = None) -> Problem:
+    return Problem(400, message, param=param, code=code)
+
+
 def busy(message: str, status: int = 503, seconds: int = 1) -> Problem:
     """Return the refusal of a request that may come again after some seconds."""
     code = "rate_limit_exceeded" if status == 429 else "overloaded"
@@ -154,4 +139,4 @@ def first_fault(error: ValidationError, body: object) -> Problem:
     same = [each for each in found if each[0][:1] == found[0][0][:1]]
     path, message = max(same, key=lambda each: len(each[0]))
     says = CLASS_NAME.sub("", message)
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {says}", param=path[0] if path else None)
+    return invalid(path[0] if path else None, f"{'.'.join(path) or 'the body'}: {says}")

@@ -1,6 +1,6 @@
-"""Replies: what has come of a request's samples -> events of a stream, or a whole reply.
+"""Replies: the parts that come of a request's samples -> events of a stream, or a whole reply.
 
-A whole reply is built of the same parts as a stream: all pieces of a sample come at once then.
+Each shape of the API serialises the same parts. A whole reply has one part of each sample, of all its pieces.
 """
 
 from __future__ import annotations
@@ -11,35 +11,50 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from itertools import accumulate
-from typing import Any, ClassVar, TypeAlias
+from itertools import accumulate, count
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from foredraft.llm.output import Output, Piece
-from foredraft.serve.blocks import BlockEvent, ContentBlocks
+from foredraft.serve.blocks import BlockEvent, ContentBlocks, ShownToken
 from foredraft.serve.fields import Body
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Error, LengthFields, Problem
-from foredraft.serve.scored_text import ScoredText, ShownToken, TokenTexts
+from foredraft.serve.problems import LengthFields, Problem
+from foredraft.serve.reply_types import Error
+from foredraft.serve.scored_text import ScoredText, TokenTexts
 
 logger = logging.getLogger(__name__)
 
 Event: TypeAlias = Mapping[str, Any]  # the data of an event; its "type", if it has one, is the event's name
 
 
-class Sample:
-    """One sample of a request, as far as it has come."""
+class Part(NamedTuple):
+    """What further pieces of a sample bring."""
 
+    sample: Sample  # with the part
+    first: bool  # it is the sample's first part
+    pieces: list[Piece]
+    steps: list[BlockEvent]  # what happens to blocks
+    shown: list[ShownToken]  # the scored tokens that the content gets
+
+    @property
+    def output(self) -> Output | None:
+        """The output of a sample that has ended; raises Problem if it failed."""
+        output = self.sample.output
+        if output is not None and output.finish_reason == "error":
+            raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
+        return output
+
+
+class Sample:
     _thought: int | None = None  # tokens of its thinking, once that has ended
 
     def __init__(self, index: int, blocks: ContentBlocks, scored: ScoredText | None = None) -> None:
         self.index, self.blocks, self._scored = index, blocks, scored
-        self.tokens = 0  # how many it has
-        self.shown: list[ShownToken] = []  # the scored tokens that the last pieces added to the content
-        self.told: list[ShownToken] = []  # all of them so far
+        self.tokens, self._begun = 0, False  # how many it has
         self.output: Output | None = None  # once it has ended
         self._characters: list[int] = []  # that each token completes, as long as the thinking may go on
 
-    def take(self, pieces: list[Piece]) -> list[BlockEvent]:
+    def take(self, pieces: list[Piece]) -> Part:
         output = self.output = pieces[-1].output
         ended, cut = output is not None, output is not None and output.finish_reason == "length"
         self.tokens += sum(len(piece.token_ids) for piece in pieces)
@@ -47,19 +62,15 @@ class Sample:
             self._characters += [0] * (self.tokens - len(self._characters))
             for index, text in (part for piece in pieces for part in piece.parts or ()):
                 self._characters[index] += len(text)
-        if self._scored is None:
-            return self.blocks.read("".join(piece.text or "" for piece in pieces), ended=ended, cut=cut)
-        steps = self.blocks.read(self._scored.add(pieces), ended=ended, cut=cut)
-        self.shown = self._scored.shown(steps, ended=ended)
-        self.told += self.shown
-        return steps
-
-    def ended(self) -> Output:
-        """Return the output of a sample that has ended; raise Problem if it failed."""
-        assert self.output is not None
-        if self.output.finish_reason == "error":
-            raise Problem(500, f"the request failed: {self.output.error}", code="generation_failed")
-        return self.output
+        scored, shown = self._scored, list[ShownToken]()
+        text = "".join(piece.text or "" for piece in pieces) if scored is None else scored.add(pieces)
+        steps = self.blocks.read(text, ended=ended, cut=cut)
+        if scored is not None:
+            shown = scored.shown(steps, ended=ended)
+            for token in shown:
+                self.blocks.all[token.block].tokens.append(token)
+        first, self._begun = not self._begun, True
+        return Part(self, first, pieces, steps, shown)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -90,8 +101,9 @@ class Reply(ABC):
         self, id: str, model: str, body: Mapping[str, Any], generation: Generation, texts: TokenTexts
     ) -> None:
         self.id, self.model, self.texts = id, model, texts
-        self.generation, self.job, self.prompt_tokens = generation, generation.job, generation.prompt_tokens
-        self.created, job, one = int(time.time()), generation.job, generation.job.one
+        self.generation, self.created = generation, int(time.time())
+        self.job = job = generation.job
+        self.prompt_tokens, one = sum(each.prompt_tokens for each in generation.handles), job.one
         self.samples = [
             Sample(
                 index, ContentBlocks(job.tools, one.thinking),
@@ -100,7 +112,6 @@ class Reply(ABC):
             )
             for index in range(job.samples)
         ]  # fmt: skip
-        self._come: dict[int, list[Piece]] = defaultdict(list)  # of a whole reply, by sample
 
     @staticmethod
     @abstractmethod
@@ -114,32 +125,32 @@ class Reply(ABC):
 
     async def events(self, heartbeat: float | None) -> AsyncIterator[Event | None]:
         """Yield the events of a stream, the last one an error if the request failed; None is a comment."""
-        sent = 0
+        numbers = count()
         try:
             async for event in self._events(heartbeat):
-                yield None if event is None else self.numbered(event, sent)
-                sent += 1
+                yield None if event is None else self.numbered(event, next(numbers))
         except Problem as problem:
-            yield self.numbered(self.failure(problem), sent)
+            yield self.numbered(self.failure(problem), next(numbers))
 
     async def _events(self, heartbeat: float | None) -> AsyncIterator[Event | None]:
         for event in self.begin():
             yield event
         async for taken in self.generation.pieces(heartbeat):
             if not taken:
-                yield self.heartbeat()
+                yield self.silence
             for index, pieces in taken.items():
-                for event in self.part(self.samples[index], pieces):
+                for event in self.part(self.samples[index].take(pieces)):
                     yield event
         for event in self.end():
             yield event
         self.broken()
 
-    async def finish(self) -> None:
-        """Wait until all samples have ended, for `whole`."""
+    async def finish(self) -> Event:
+        come: dict[int, list[Piece]] = defaultdict(list)
         async for taken in self.generation.pieces():
             for index, pieces in taken.items():
-                self._come[index] += pieces
+                come[index] += pieces
+        return self.whole([sample.take(come[sample.index]) for sample in self.samples])
 
     def broken(self) -> list[str]:
         """Return what the calls break of their schemas, of what no grammar holds; the log has it, too."""
@@ -152,33 +163,29 @@ class Reply(ABC):
             logger.warning("a call does not fit its schema: %s", ", ".join(found))
         return found
 
+    silence: ClassVar[Event | None] = None  # the event of a time without any; None is a comment
+
     def begin(self) -> Iterable[Event]:
         return ()
 
     @abstractmethod
-    def part(self, sample: Sample, pieces: list[Piece]) -> Iterable[Event]:
-        """Return the events of further pieces of a sample."""
+    def part(self, part: Part) -> Iterable[Event]:
+        """Return the events of a further part of a sample."""
 
     def end(self) -> Iterable[Event]:
         """Return the events once all samples have ended."""
         return ()
 
-    def heartbeat(self) -> Event | None:
-        """Return the event of a silence; None is a comment."""
-        return None
-
     @abstractmethod
-    def whole(self) -> Event:
-        """Return the whole reply."""
+    def whole(self, parts: list[Part]) -> Event:
+        """Return the whole reply that has one part of each sample."""
 
 
 class BlockReply(Reply):
     """The reply to a request of one sample in a shape that shows blocks."""
 
     own_headers = True
-
-    def heartbeat(self) -> Event:
-        return {"type": "ping"}
+    silence: ClassVar[Event] = {"type": "ping"}
 
     @property
     def sample(self) -> Sample:
@@ -188,17 +195,15 @@ class BlockReply(Reply):
         for block in self.sample.blocks.all:
             yield from self.step(BlockEvent("open", block))
 
-    def part(self, sample: Sample, pieces: list[Piece]) -> Iterator[Event]:
-        for step in sample.take(pieces):
+    def part(self, part: Part) -> Iterator[Event]:
+        for step in part.steps:
             yield from self.step(step)
-        if sample.output is not None:
-            sample.ended()
-            for step in sample.blocks.close():
+        if part.output is not None:
+            for step in part.sample.blocks.close():
                 yield from self.step(step)
 
-    def whole(self) -> Event:
-        self.sample.take(self._come[0])
-        self.sample.ended()
+    def whole(self, parts: list[Part]) -> Event:
+        assert parts[0].output is not None  # raises Problem where it failed
         self.sample.blocks.close()
         return self.state()
 

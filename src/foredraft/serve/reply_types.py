@@ -207,6 +207,11 @@ MessageEvent = record(
 MessageTokens = record("MessageTokens", "The reply of POST /v1/messages/count_tokens.", input_tokens=int)
 
 # Other routes.
+ErrorFields = record("ErrorFields", message=str, type=str, param=str | None, code=str | None)
+Error = record(
+    "Error", "An error in the shape of the OpenAI API; within a stream, an event has the same shape.",
+    error=ErrorFields,
+)  # fmt: skip
 Tokens = record("Tokens", "The reply of POST /tokenize.", tokens=LIST[int], count=int, max_model_len=int)
 Text = record("Text", "The reply of POST /detokenize.", prompt=str)
 TokenizerInfo = record(

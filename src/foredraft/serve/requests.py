@@ -6,7 +6,7 @@ here, such as `user`, is taken; an unknown one is ignored, and the header `x-ign
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,17 +21,9 @@ from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.errors import ContextLengthError, ForedraftError, RequestError, shortened
 from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
-from foredraft.serve import fields
-from foredraft.serve.conversation import (
-    begun_reply,
-    chat_text,
-    messages_of,
-    template_variables,
-    text_of,
-    thinking_after,
-)
+from foredraft.serve import conversation, fields
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
-from foredraft.serve.problems import LengthFields, Problem, TooLong, of_error
+from foredraft.serve.problems import LengthFields, Problem, TooLong, invalid, of_error
 from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
 
@@ -105,12 +97,14 @@ class _Request(_Sampling):
         if self.logit_bias:
             options["logit_bias"] = _biases(self.logit_bias)
         if self.prediction is not None:
-            options["prediction"] = text_of(self.prediction.content, "prediction.content", "prediction")
+            options["prediction"] = conversation.text_of(
+                self.prediction.content, "prediction.content", "prediction"
+            )
         if most is not None and most >= 0 and options.setdefault("max_new_tokens", most) != most:
-            raise Problem(400, "n_predict and max_tokens differ; give one of them", param="n_predict")
+            raise invalid("n_predict", "n_predict and max_tokens differ; give one of them")
         if self.best_of not in (None, n):
             problem = f"best_of is {self.best_of}, but n is {n}; ask for n samples with logprobs"
-            raise Problem(400, problem, param="best_of", code="unsupported_parameter")
+            raise invalid("best_of", problem, code="unsupported_parameter")
         if self.form is not None:
             options[self.form.option] = self.form.value
         return options
@@ -120,7 +114,7 @@ class _Request(_Sampling):
         count = self.truncate_prompt_tokens
         if count == 0:
             problem = "truncate_prompt_tokens is 0; give 1 or more, or -1 for as many as there is room for"
-            raise Problem(400, problem, param="truncate_prompt_tokens")
+            raise invalid("truncate_prompt_tokens", problem)
         return prompt if count is None or count < 0 else prompt[-count:]
 
     @cached_property
@@ -128,9 +122,9 @@ class _Request(_Sampling):
         """The one form of the text that is asked for; None where any text is allowed."""
         forms: list[Form] = []
         if self.answer is not None:
-            forms.append(Form("response_format", "json_schema", self.answer.schema))
+            forms = [Form("response_format", "json_schema", self.answer.schema)]
         elif self.response_format is not None and self.response_format.type == "json_object":
-            forms.append(Form("response_format", "json_object", True))
+            forms = [Form("response_format", "json_object", True)]
         if (given := self.structured_outputs) is not None:
             options = {
                 "json_schema": given.json_, "regex": given.regex, "choices": given.choice,
@@ -139,13 +133,13 @@ class _Request(_Sampling):
             chosen = [Form("structured_outputs", *each) for each in options.items() if each[1] is not None]
             if len(chosen) != 1:
                 says = f"structured_outputs gives {len(chosen)} forms; give json, regex, choice or grammar"
-                raise Problem(400, says, param="structured_outputs")
+                raise invalid("structured_outputs", says)
             forms += chosen
         forms += [Form(name, option, getattr(self, name)) for name, option in fields.FORMS.items()]
         forms = [each for each in forms if each.value is not None]
         if len(forms) > 1:
             one, other = forms[0].field, forms[1].field
-            raise Problem(400, f"{one} cannot hold together with {other}; give one of them", param=one)
+            raise invalid(one, f"{one} cannot hold together with {other}; give one of them")
         return forms[0] if forms else None
 
     @cached_property
@@ -159,20 +153,10 @@ class _Request(_Sampling):
             form = given.json_schema or JsonSchema()
             schema, strict = form.schema_, form.strict
             if schema is None:
-                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
+                raise invalid("response_format", "response_format.json_schema.schema is missing")
         if schema is None:
             return None
         return fitted_schema("the answer", schema, "response_format", strict=strict, close=strict)
-
-
-@dataclass(frozen=True, slots=True)
-class Further:
-    """What a request in another shape of the API asks for beyond the fields of a chat."""
-
-    cuts_length: bool = False  # as many new tokens as there is room for, where it asks for more
-    # whether the reply begins with reasoning, for templates that can choose; None leaves it open
-    thinks: bool | None = None
-    ignored_tools: tuple[str, ...] = ()  # tools that the server has no use for
 
 
 class ChatRequest(_Request):
@@ -193,39 +177,40 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     stop_in_reasoning: bool | None = None
-    _further: Further = PrivateAttr(default=Further())
+    # Of a request in another shape of the API: as many new tokens as there is room for are enough; the reply
+    # begins with reasoning, where a template can choose; tools that the server has no use for.
+    _cuts_length: bool = PrivateAttr(default=False)
+    _thinks: bool | None = PrivateAttr(default=None)
+    _ignored_tools: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
-    def of(cls, body: dict[str, Any], further: Further) -> ChatRequest:
+    def of(
+        cls, body: dict[str, Any], ignored: Iterable[str], thinks: bool | None = None, *, cuts: bool = False
+    ) -> ChatRequest:
         """Return the chat of a request in another shape; errors as `read`."""
         request = cls.read(body)
-        request._further = further
+        request._ignored_tools, request._thinks, request._cuts_length = tuple(ignored), thinks, cuts
         return request
 
     @property
     def ignored_tools(self) -> tuple[str, ...]:
-        return self._further.ignored_tools
+        return self._ignored_tools
 
     def meaning(self, llm: LLM, options: dict[str, Any]) -> Meaning:
         """Read the messages, and add the length, the scores and the form of calls to `options`."""
         if llm.tokenizer is None:
-            problem = "this model has no tokenizer; use /v1/completions with token ids"
-            raise Problem(400, problem, param="messages")
-        messages, given, chat = (
-            messages_of(self.messages),
-            self.chat_template_kwargs or {},
-            llm.tokenizer.chat,
-        )
+            raise invalid("messages", "this model has no tokenizer; use /v1/completions with token ids")
+        chat, given = llm.tokenizer.chat, self.chat_template_kwargs or {}
+        messages = conversation.messages_of(self.messages)
         if taken := given.keys() & {"messages", "self", "continue_final_message"}:
-            problem = f"{min(taken)} is not a variable of a chat template"
-            raise Problem(400, problem, param="chat_template_kwargs")
+            raise invalid("chat_template_kwargs", f"{min(taken)} is not a variable of a chat template")
         begun = None
         if self.continue_final_message:
-            begun = begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
+            begun = conversation.begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
         tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, chat)
-        variables, unread = template_variables(
+        variables, unread = conversation.template_variables(
             chat, given, effort=self.reasoning_effort, thinks=self.enable_thinking,
-            prefers=self._further.thinks, with_tools=tools is not None,
+            prefers=self._thinks, with_tools=tools is not None,
         )  # fmt: skip
         if self.add_generation_prompt is not None:
             variables["add_generation_prompt"] = self.add_generation_prompt
@@ -233,21 +218,21 @@ class ChatRequest(_Request):
             variables["continue_final_message"] = True
         if tools is not None:
             if self.skip_special_tokens is False:
-                raise Problem(400, "with tools, special tokens are not shown", param="skip_special_tokens")
+                raise invalid("skip_special_tokens", "with tools, special tokens are not shown")
             messages, described = tools.prompt(messages)
             variables |= described
             tools.constrain(options, None if self.form is None else self.form.field)
-        text = chat_text(llm.tokenizer, messages, variables)
-        thinking = thinking_after(llm.tokenizer, text, begun, stops=bool(self.stop_in_reasoning))
+        text = conversation.chat_text(llm.tokenizer, messages, variables)
+        thinking = conversation.thinking_after(llm.tokenizer, text, begun, stops=bool(self.stop_in_reasoning))
         prompt = self.kept(llm.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, llm.max_length - len(prompt))
         most = options.setdefault("max_new_tokens", room)
-        if self._further.cuts_length:
+        if self._cuts_length:
             options["max_new_tokens"] = min(most, room)
         if self.max_completion_tokens is not None:
             options["max_new_tokens"] = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs")
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         return [prompt], tools, thinking, unread
@@ -274,17 +259,17 @@ class CompletionRequest(_Request):
         """Read the prompts, and add the length and the scores to `options`."""
         if self.echo and (self.truncate_prompt or self.truncate_prompt_tokens is not None):
             truncated = "truncate_prompt" if self.truncate_prompt else "truncate_prompt_tokens"
-            raise Problem(400, f"echo needs the whole prompt; leave out {truncated}", param="echo")
+            raise invalid("echo", f"echo needs the whole prompt; leave out {truncated}")
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
             if self.echo:
                 options["prompt_logprobs"] = self.logprobs
         if not self.prompt:
-            raise Problem(400, "prompt is empty; give text or token ids", param="prompt")
+            raise invalid("prompt", "prompt is empty; give text or token ids")
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         for place, each in enumerate(self.prompt if several else ()):
             if each in ("", []):
-                raise Problem(400, f"prompt[{place}] is empty; give text or token ids", param="prompt")
+                raise invalid("prompt", f"prompt[{place}] is empty; give text or token ids")
         prompts = [self.kept(prompt) for prompt in llm.encode(self.prompt)]
         room = llm.max_length - max(map(len, prompts))
         options.setdefault("max_new_tokens", max(1, room) if self.n_predict == -1 else 16)
@@ -293,24 +278,15 @@ class CompletionRequest(_Request):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as the library understands it."""
-
     request: ChatRequest | CompletionRequest  # how the reply shows what comes
-    asked: list[Submission]  # one for each prompt, alike but for it; the client is not known yet
+    prompts: list[list[int]]
+    one: Submission  # of the first prompt, whose client is not known yet; those of the others are alike
     tools: Tools | None = None  # that the reply may call
     ignored: tuple[str, ...] = ()  # unknown fields, and variables that the chat template does not read
 
     @property
-    def one(self) -> Submission:
-        return self.asked[0]
-
-    @property
     def samples(self) -> int:
-        return self.one.n * len(self.asked)
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        return [cast(list[int], each.prompt) for each in self.asked]
+        return self.one.n * len(self.prompts)
 
     @property
     def prompt_tokens(self) -> int:
@@ -332,24 +308,20 @@ class Job:
         request.refuse_unsupported()
         options, scores = request.options(), request.prompt_logprobs
         if request.stream and scores is not None:
-            problem = "prompt_logprobs needs a whole reply; leave out stream"
-            raise Problem(400, problem, param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "prompt_logprobs needs a whole reply; leave out stream")
         prompts, tools, thinking, unread = request.meaning(llm, options)
         if scores is not None:
             options["prompt_logprobs"] = max(scores, options.get("prompt_logprobs", 0))
         params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
-            raise Problem(400, "stream_options needs stream", param="stream_options")
-        asked = [
-            Submission(
-                prompt, params, n=1 if request.n is None else request.n,
-                truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
-                show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
-                thinking=thinking,
-            )
-            for prompt in prompts
-        ]  # fmt: skip
-        return cls(request, asked, tools, tuple(sorted([*request.further, *unread])))
+            raise invalid("stream_options", "stream_options needs stream")
+        one = Submission(
+            prompts[0], params, n=1 if request.n is None else request.n,
+            truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
+            show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
+            thinking=thinking,
+        )  # fmt: skip
+        return cls(request, prompts, one, tools, tuple(sorted([*request.further, *unread])))
 
 
 @contextmanager
@@ -361,15 +333,12 @@ def as_problems(
     """Raise errors of the library as problems that name the fields of the request in place of its options."""
     try:
         yield
-    except ContextLengthError as error:
-        if lengths is None:
-            raise of_error(error) from error
-        raise TooLong(error, lengths, lengths.asked(body or {})) from error
     except ForedraftError as error:
         problem, form = of_error(error), None if request is None else request.form
-        if form is not None and isinstance(error, RequestError) and error.option == form.option != form.field:
-            message = problem.message.replace(form.option, form.field, 1)
-            raise Problem(problem.status, message, param=form.field, code=problem.code) from error
+        if isinstance(error, ContextLengthError) and lengths is not None:
+            problem = TooLong(error, lengths, body or {})
+        elif form and isinstance(error, RequestError) and error.option == form.option != form.field:
+            problem = invalid(form.field, problem.message.replace(form.option, form.field, 1))
         raise problem from error
 
 
@@ -385,10 +354,9 @@ def _biases(given: dict[str, float] | list[list[int | float]]) -> dict[int, floa
     for pair in given.items() if isinstance(given, dict) else given:
         if isinstance(pair, tuple):
             if not pair[0].isdecimal() or len(pair[0]) > 10:
-                problem = f"logit_bias names {shortened(pair[0])}, which is no token id"
-                raise Problem(400, problem, param="logit_bias")
+                raise invalid("logit_bias", f"logit_bias names {shortened(pair[0])}, which is no token id")
         elif len(pair) != 2 or not is_whole(pair[0], 0) or not is_number(pair[1]):
             problem = f"logit_bias has {shortened(pair)}; give pairs of a token id and a number"
-            raise Problem(400, problem, param="logit_bias")
+            raise invalid("logit_bias", problem)
         biases[int(pair[0])] = pair[1]
     return biases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,11 +13,10 @@ from foredraft.serve import reply_types
 from foredraft.serve.blocks import BlockEvent, ContentBlock, is_object
 from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.fields import NOT_OF_RESPONSES, OF_RESPONSES, Body, Items
-from foredraft.serve.problems import LengthFields, Problem
+from foredraft.serve.problems import LengthFields, Problem, invalid
 from foredraft.serve.replies import BlockReply, Event
 from foredraft.serve.reply_types import Status
-from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest, Further
-from foredraft.serve.scored_text import ShownToken
+from foredraft.serve.requests import MAX_LOGPROBS, ChatRequest
 from foredraft.serve.tools import Function
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`; most other values name what no reply has here
@@ -121,7 +121,7 @@ class ResponsesRequest(Body):
             "truncate_prompt": "left" if self.truncation == "auto" else None,
         }  # fmt: skip
         others = dict.fromkeys(tool.shown for tool in tools if isinstance(tool, OtherTool))
-        return ChatRequest.of(body, Further(ignored_tools=tuple(others)))
+        return ChatRequest.of(body, others)
 
 
 def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
@@ -136,7 +136,7 @@ def _choice(choice: str | OtherTool | AllowedTools | None) -> Any:
         return choice
     if choice.type != "function":
         says = f"tool_choice names {shortened(choice.type)}, and this server calls functions only"
-        raise Problem(400, says, param="tool_choice", code="unsupported_parameter")
+        raise invalid("tool_choice", says, code="unsupported_parameter")
     return {"type": "function", "function": {"name": choice.name}}
 
 
@@ -154,8 +154,7 @@ class ResponseReply(BlockReply):
         }
         # those that the model sees
         self._repeated["tools"] = [tool for tool in body.get("tools") or () if kind_of(tool) == "function"]
-        self._seen = 0  # tokens of the sample that the deltas of a stream have seen
-        self._waiting: dict[int, list[ShownToken]] = {}  # those that wait for a delta of their block
+        self._sent = Counter[int]()  # scored tokens of each block that the deltas of a stream have had
 
     @staticmethod
     def failure(problem: Problem) -> Event:
@@ -183,11 +182,9 @@ class ResponseReply(BlockReply):
                 yield {"type": "response.content_part.added", **place, "part": self._part(block, begun=True)}
         elif step.kind == "delta":
             scores = {}
-            if block.is_content:  # those of its tokens that no delta has had
-                for token in self.sample.told[self._seen :]:
-                    self._waiting.setdefault(token.block, []).append(token)
-                self._seen = len(self.sample.told)
-                scores = {"logprobs": self.texts.chat_logprobs(self._waiting.pop(block.index, []))}
+            if block.is_content:
+                new, self._sent[block.index] = block.tokens[self._sent[block.index] :], len(block.tokens)
+                scores = {"logprobs": self.texts.chat_logprobs(new)}
             yield {"type": f"response.{kind}.delta", **place, "delta": step.text, **scores}
         else:
             status = self._block_status(block)
@@ -209,6 +206,7 @@ class ResponseReply(BlockReply):
         output, sample = self.sample.output, self.sample
         blocks = [] if output is None else sample.blocks.all
         reason = None if output is None else CUT.get(output.finish_reason)
+        status = "in_progress" if output is None else "completed" if reason is None else "incomplete"
         usage = None if output is None else {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens},
@@ -219,20 +217,15 @@ class ResponseReply(BlockReply):
         return {
             "id": f"resp_{self.id}", "object": "response", "created_at": self.created, "model": self.model,
             "error": None, "incomplete_details": None if reason is None else {"reason": reason},
-            **self._repeated, "status": self._status(),
+            **self._repeated, "status": status,
             "output": [self._item(each, self._block_status(each)) for each in blocks], "usage": usage,
         }  # fmt: skip
 
-    def _status(self) -> Status:
-        output = self.sample.output
-        if output is None:
-            return "in_progress"
-        return "incomplete" if output.finish_reason in CUT else "completed"
-
     def _block_status(self, block: ContentBlock) -> Status:
         """Return how a block ended; the last one may be cut, as the output is."""
-        last, call = block is self.sample.blocks.all[-1], block.call is not None
-        cut = last and self._status() == "incomplete" and not (call and is_object(block.text))
+        last, output = block is self.sample.blocks.all[-1], self.sample.output
+        ended = last and output is not None and output.finish_reason in CUT
+        cut = ended and not (block.call is not None and is_object(block.text))
         return "incomplete" if cut else "completed"
 
     def _item(self, block: ContentBlock, status: Status) -> Event:
@@ -253,8 +246,7 @@ class ResponseReply(BlockReply):
         text = "" if begun else block.text
         if block.thinking:
             return {"type": "reasoning_text", "text": text}
-        told = [] if begun else [token for token in self.sample.told if token.block == block.index]
-        scores = self.texts.chat_logprobs(told)
+        scores = self.texts.chat_logprobs([] if begun else block.tokens)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
     def _item_id(self, block: ContentBlock) -> str:

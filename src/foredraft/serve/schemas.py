@@ -9,12 +9,10 @@ a check looks at a bounded number of keywords, runs no regular expression, and f
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias
 
 from foredraft.constraints.grammar import check_grammar
@@ -50,7 +48,6 @@ def schemas_in(keyword: str, value: Any) -> Iterator[tuple[Path, Schema]]:
 
 
 def _below(node: Schema) -> Iterator[Schema]:
-    """Yield the schemas that a schema holds directly."""
     for keyword, value in node.items():
         yield from (each for _, each in schemas_in(keyword, value))
 
@@ -77,19 +74,6 @@ def _changed(
     return made
 
 
-def target(root: Schema, reference: str) -> Any:
-    found: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal():
-            found = found[int(key)]
-        elif isinstance(found, dict):
-            found = found[key]
-        else:
-            raise LookupError(reference)
-    return found
-
-
 def shown(path: Path) -> str:
     return ".".join(map(str, path)) or "the schema"
 
@@ -97,15 +81,6 @@ def shown(path: Path) -> str:
 MOST = 5_000  # keywords that a check looks at: some 0.1 s
 MOST_TOLD = 20  # faults of one value
 MOST_SHOWN = 200  # characters of a fault
-
-
-class _Work(threading.local):
-    """How many further keywords the check of this thread may look at."""
-
-    left = MOST
-
-
-_work = _Work()
 
 
 def fault(schema: Schema) -> str | None:
@@ -132,7 +107,6 @@ def broken(schema: Schema, text: str) -> list[str]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    _work.left = MOST
     found: list[str] = []
     try:
         draft = _draft(schema)
@@ -162,15 +136,17 @@ def _draft(schema: Schema) -> Any:
     return validator_for(schema, default=Draft202012Validator)
 
 
-@cache
 def _bounded(draft: Any) -> Any:
-    """Return a draft's validator whose checks of keywords count as work."""
+    """Return a draft's validator that fails once its checks have looked at too many keywords."""
     from jsonschema.validators import extend
+
+    left = MOST
 
     def counted(check: Callable[..., Any]) -> Callable[..., Any]:
         def count(*given: Any) -> Any:
-            _work.left -= 1
-            if _work.left < 0:
+            nonlocal left
+            left -= 1
+            if left < 0:
                 raise RuntimeError("a check has looked at too many keywords")
             return check(*given)
 
@@ -191,7 +167,6 @@ def _unique(_: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
 
 
 def _has_patterns(node: Schema) -> bool:
-    """Return whether a schema names properties by regular expressions anywhere."""
     return "patternProperties" in node or any(map(_has_patterns, _below(node)))
 
 
@@ -209,7 +184,6 @@ def closed(schema: Schema) -> Schema:
 
 
 def _closed(node: Schema, path: Path, shared: frozenset[str], *, among: bool) -> Schema:
-    """Return a schema of the tree, closed."""
     several = _gives_with_others(node)
 
     def change(each: Schema, at: Path) -> Schema:
@@ -297,8 +271,11 @@ def _fit(schema: Schema, *, close: bool) -> Fitted:
         raise RequestError(f"is no JSON schema: {found}", remedy="correct it")
     for reference in _references(root):
         try:
-            target(root, reference)
-        except LookupError:
+            named: Any = root
+            for part in reference.split("/")[1:]:
+                key = part.replace("~1", "/").replace("~0", "~")
+                named = named[int(key) if isinstance(named, list) else key]
+        except (LookupError, TypeError, ValueError):
             problem = f"has the $ref {shortened(reference)}, which names nothing"
             raise RequestError(problem, remedy="correct it") from None
     fitting = _Fitting()
@@ -322,7 +299,6 @@ def _tidied(node: Schema, path: Path) -> Schema:
 
 
 def _refusal(schema: Schema) -> str | None:
-    """Return why the library refuses a schema; None where it takes it."""
     try:
         check_grammar("json_schema", json.dumps(schema))
     except RequestError as error:
@@ -337,8 +313,6 @@ def _references(node: Schema) -> list[str]:
 
 
 class _Fitting:
-    """The fitting of one schema."""
-
     def __init__(self) -> None:
         self.left_out: list[Path] = []  # the places of the keywords that the grammar does not hold
         self._end = time.monotonic() + SECONDS
@@ -367,7 +341,6 @@ class _Fitting:
         return {}
 
     def _holds(self, node: Schema) -> bool:
-        """Return whether the library takes a schema, whatever its references name."""
         if time.monotonic() > self._end:
             raise RequestError("has too much that is not supported", remedy="give a simpler schema")
         return _refusal(_unbound(node, ())) is None

@@ -22,15 +22,13 @@ from foredraft.decode.scores import Score
 from foredraft.llm.output import Piece
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import BlockEvent
+from foredraft.serve.blocks import BlockEvent, ShownToken
 
 LEAST = -9999.0  # in place of minus infinity, which is no JSON
 PRINTABLE = range(0x20, 0x7F)  # bytes that OpenAI's spelling of a part of a character shows as they are
 
 
 class Provenance:
-    """The provenance of one sample, while it comes."""
-
     def __init__(self, shown: Callable[[int], str]) -> None:
         self._shown = shown
         self._entries: list[dict[str, Any]] = []
@@ -40,11 +38,11 @@ class Provenance:
         """Return the entries that have become complete with further pieces, and their rounds."""
         final, rounds = self._sent, []
         for piece in pieces:
+            none = None if piece.parts is None else ""
             for token, origin in zip(piece.token_ids, piece.origins, strict=True):
-                text = None if piece.parts is None else ""
-                self._entries.append({"token_id": token, "origin": origin, "text": text})
+                self._entries.append({"token_id": token, "origin": origin, "text": none})
             for index, text in piece.parts or ():
-                self._entries[index]["text"] = (self._entries[index]["text"] or "") + text
+                self._entries[index]["text"] += text
                 final = index  # the last token with text may get more
             if piece.parts is None or piece.output is not None:
                 final = len(self._entries)
@@ -55,16 +53,6 @@ class Provenance:
                 rounds.append(asdict(trace) | texts)
         entries, self._sent = self._entries[self._sent : final], final
         return entries, rounds
-
-
-@dataclass(frozen=True, slots=True)
-class ShownToken:
-    """A token as the text of a reply has it."""
-
-    score: Score  # of the whole token
-    text: str  # the text that it completes, as far as the reply has it; "" where it only begins a character
-    data: bytes  # its bytes, as far as the reply has them
-    block: int = 0  # the index of the block that it is in
 
 
 @dataclass(slots=True)
@@ -79,8 +67,6 @@ class _Token:
 
 
 class ScoredText:
-    """The scored text of one sample."""
-
     def __init__(self, texts: TokenTexts, *, hides: bool, counts: bool = False) -> None:
         self._texts, self._hides, self._counts = texts, hides, counts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -96,7 +82,10 @@ class ScoredText:
         """Take further pieces; return the text that they add, up to the end of a token."""
         begun = len(self._text)
         for piece in pieces:
-            self._tokens += [self._token(score) for score in piece.logprobs or ()]
+            for score in piece.logprobs or ():
+                data = self._texts.data(score.token_id, hides=self._hides)
+                own = self._decoder.decode(data)
+                self._tokens.append(_Token(score, data, own, len(self._decoder.getstate()[0])))
             for index, text in piece.parts or ():
                 self._tokens[max(0, index - self._first)].text += text
         output = pieces[-1].output
@@ -124,37 +113,24 @@ class ScoredText:
         for step in steps:
             self._place(step)
         known = len(self._text) if ended else self._read
-        found: list[ShownToken] = []
-        told = 0
-        begun: list[ShownToken] = []  # without text: they begin the character of the next token that has some
-        for token in self._whole:
+        found, told = list[ShownToken](), 0
+        for end, token in enumerate(self._whole, start=1):
             if self._start + len(token.text) > known:
                 break
-            begun.append(token)
-            if token.text:
-                found += self._in_content(begun)
-                self._start += len(token.text)
-                told += len(begun)
-                begun = []
+            if token.text:  # those before it that have none begin its character
+                found += self._in_content(self._whole[told:end])
+                self._start, told = self._start + len(token.text), end
         del self._whole[:told]
         return found + (self._whole if ended and self._counts else [])
 
-    def _token(self, score: Score) -> _Token:
-        id = score.token_id
-        data = b"" if self._hides and self._texts.is_special(id) else self._texts.data(id)
-        own = self._decoder.decode(data)
-        return _Token(score, data, own, len(self._decoder.getstate()[0]))
-
     def _count_whole(self) -> int:
         """Return the number of tokens up to the last one that has all its characters, or text behind it."""
-        count = len(self._tokens)
         goes_on = False
-        while count:
+        for count in range(len(self._tokens), 0, -1):
             token = self._tokens[count - 1]
             if token.text and (goes_on or len(token.text) >= len(token.own)):
                 return count
             goes_on = goes_on or bool(token.text)
-            count -= 1
         return 0
 
     def _place(self, step: BlockEvent) -> None:
@@ -190,8 +166,7 @@ def _shown(group: list[_Token], *, ended: bool) -> Iterator[ShownToken]:
     """Yield tokens as the text has them; those that it has no character of are left out."""
     texted = [place for place, token in enumerate(group, start=1) if token.text]
     for begin, end in pairwise([0, *texted]):
-        last = end == texted[-1]
-        yield from _at_once(group[begin:end], cut=ended and last)
+        yield from _at_once(group[begin:end], cut=ended and end == texted[-1])
 
 
 def _at_once(group: list[_Token], *, cut: bool) -> Iterator[ShownToken]:
@@ -230,13 +205,9 @@ class TokenTexts:
     def has_text(self) -> bool:
         return self._tokenizer is not None
 
-    def is_special(self, id: int) -> bool:
-        """Return whether a token is a special one, which most texts leave out."""
-        return self._tokenizer is not None and id in self._tokenizer.special
-
-    def data(self, id: int) -> bytes:
-        """Return a token's bytes; those of its name where it is a special one."""
-        if self._tokenizer is None:
+    def data(self, id: int, *, hides: bool = False) -> bytes:
+        """Return a token's bytes; those of its name where it is a special one that texts do not hide."""
+        if self._tokenizer is None or (hides and id in self._tokenizer.special):
             return b""
         return self._bytes[id] or self._tokenizer.text([id], False).encode()
 
@@ -329,7 +300,6 @@ class Offsets:
         return found
 
     def logprobs(self, tokens: Iterable[ShownToken]) -> dict[str, list[Any]]:
-        """Return the scores of the next tokens as completions have them: each with its own among the top."""
         found: dict[str, list[Any]]
         found = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for token in tokens:

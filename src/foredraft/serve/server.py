@@ -196,12 +196,11 @@ class SocketConnection(_Bounded, WebSocketsSansIOProtocol):
         super().__init__(*args, **more)
         self._join(connections)
         self._left, self._counted = float(FRAMES_AT_ONCE), time.monotonic()
-        self._held = connections.bodies.of("")
         self._fragments = self._whole = 0  # bytes of a message that lacks its end; of those the app works on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._held = self._all.bodies.of(self.client[0] if self.client else "")
+        self._held = self._all.bodies.of_address(self.client[0] if self.client else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -325,14 +324,14 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = make_server(app, settings)
 
-    def fail(error: BaseException) -> None:
-        server.should_exit = True
-
-    def ready(model: Model) -> None:
+    def loaded(model: Model | None) -> None:
+        if model is None:
+            server.should_exit = True
+            return
         freeze_what_is_loaded()  # to walk over it stops all streams for 0.13 s
         on_ready(address, model, bool(state.keys))
 
-    state.on_ready, state.on_failure = ready, fail
+    state.on_loaded = loaded
     with to_stderr(settings):
         server.run(sockets=[listening])
     if state.failed is not None:

@@ -9,15 +9,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
 from fastapi import FastAPI
 
 from foredraft.llm import LLM
-from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES, Bodies
+from foredraft.serve.bodies import BYTES_OF_TOKEN, MORE_BODIES
 from foredraft.serve.generations import Model
-from foredraft.serve.limits import Client, Keys
+from foredraft.serve.limits import Bodies, Keys, client_of, owned
 from foredraft.serve.logs import REFUSALS, RequestRecord, current, log_access
 from foredraft.serve.metrics import Metrics, Tracing, requested
 from foredraft.serve.offload import LARGE, in_thread, offloaded, tidy_up
@@ -47,8 +48,7 @@ class App:
         self.draining = False
         self.bodies = Bodies(lambda: self.most_of_bodies)
         self._untidy = False  # a large request has ended since the last tidying up
-        self.on_ready: Callable[[Model], None] = lambda model: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_loaded: Callable[[Model | None], None] = lambda model: None  # None: it could not be
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -78,10 +78,8 @@ class App:
             self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
         except Exception as error:
             self.failed = error
-            self.on_failure(error)
-            return
         # it may print, and a stream that is not read must not stop the event loop
-        await anyio.to_thread.run_sync(self.on_ready, self.model, abandon_on_cancel=True)
+        await anyio.to_thread.run_sync(self.on_loaded, self.model, abandon_on_cancel=True)
 
     async def _sweep(self) -> None:
         while True:
@@ -131,7 +129,7 @@ class App:
             raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self.model
 
-    async def start(self, shape: type[Reply], body: dict[str, Any], key: str) -> Reply:
+    async def start(self, shape: type[Reply], body: dict[str, Any]) -> Reply:
         record = current()
         record.operation = shape.operation
         model = self.ready()
@@ -143,8 +141,7 @@ class App:
         if self.draining:
             self.metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
-        client = Client.of(key, record.address)
-        permit = model.limits.take(count, client.name)
+        permit, generation = model.limits.take(count, client_of(record.key, record.address)), None
         try:
             with as_problems(request, shape.lengths, body):
                 job = await in_thread(record.size, Job.of, request, model.llm, model.names)
@@ -153,17 +150,15 @@ class App:
                     logger.warning(says, ", ".join(request.ignored_tools))
                 if self.settings.log_prompts:
                     logger.info("prompts %s", job.prompts)
-                tenant = client.tenant(self.settings, request.cache_salt)
-                generation = await model.start(job, permit, tenant)
+                own = owned(job.one, record, self.settings, request.cache_salt)
+                generation = await model.start(replace(job, one=own), permit)
+            return shape(record.own_id, model.names[0], body, generation, model.texts)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
+            if generation is not None:
+                model.end(generation)  # which no reader would
+            elif isinstance(error, asyncio.CancelledError):
                 self.metrics.count("requests_cancelled")
             permit.free()
-            raise
-        try:
-            return shape(record.own_id, model.names[0], body, generation, model.texts)
-        except BaseException:
-            model.end(generation)  # which no reader would
             raise
 
 
@@ -175,10 +170,9 @@ async def _in_a_daemon(load: Loader) -> LLM:
     def run() -> None:
         try:
             loaded.set_result(load())
-        except Exception as error:
-            loaded.set_exception(error)
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            loaded.set_exception(RuntimeError(f"loading failed: {error}"))
+            is_usual = isinstance(error, Exception)
+            loaded.set_exception(error if is_usual else RuntimeError(f"loading failed: {error}"))
 
     threading.Thread(target=run, name="foredraft-loader", daemon=True).start()
     return await asyncio.wrap_future(loaded)

@@ -17,11 +17,11 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.errors import invalid_at
-from foredraft.serve.bodies import Bodies, json_object
-from foredraft.serve.limits import Keys
+from foredraft.serve.bodies import json_object
+from foredraft.serve.limits import Bodies, Keys
 from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.offload import offloaded
-from foredraft.serve.problems import Problem, forget_frames
+from foredraft.serve.problems import Problem, forget_frames, invalid
 from foredraft.serve.replies import Event
 
 logger = logging.getLogger(__name__)
@@ -38,40 +38,44 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-async def server_sent(events: AsyncIterator[Event | None], done: bytes) -> AsyncIterator[bytes]:
-    """Yield server-sent events, which are named by their types, and `done` at the end; None is a comment."""
+async def encoded(
+    events: AsyncIterator[Event | None], form: Callable[[Event | None], bytes], done: bytes = b""
+) -> AsyncIterator[bytes]:
+    """Yield events in the form of a stream, and `done` at the end."""
     async for event in events:
-        if event is None:
-            yield b": ping\n\n"
-        else:
-            name = f"event: {event['type']}\n" if "type" in event else ""
-            yield f"{name}data: {as_json(event)}\n\n".encode()
+        if data := form(event):
+            yield data
     if done:
         yield done
 
 
-async def plain_text(events: AsyncIterator[Event | None]) -> AsyncIterator[bytes]:
-    """Yield the text of the first choice as it comes; an error ends it with a line of its own."""
-    async for event in events:
-        if event is None:
-            continue
-        if "error" in event:
-            yield f"\nerror: {event['error']['message']}\n".encode()
-        for choice in event.get("choices", ()):
-            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            if choice["index"] == 0 and text:
-                yield text.encode()
+def server_sent(event: Event | None) -> bytes:
+    """Return an event as a server-sent one, which is named by its type; None is a comment."""
+    if event is None:
+        return b": ping\n\n"
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {as_json(event)}\n\n".encode()
 
 
-async def opened(socket: WebSocket, keys: Keys) -> str | None:
-    """Accept a WebSocket and return the name of its key; None where it was refused."""
+def plain_text(event: Event | None) -> bytes:
+    """Return the text that an event adds to the first choice; an error ends it with a line of its own."""
+    if event is not None and "error" in event:
+        return f"\nerror: {event['error']['message']}\n".encode()
+    first = [each for each in (event or {}).get("choices", ()) if each["index"] == 0]
+    return "".join(
+        each["text"] if "text" in each else each["delta"].get("content", "") for each in first
+    ).encode()
+
+
+async def opened(socket: WebSocket, keys: Keys) -> bool:
+    """Accept a WebSocket; return False where its key is refused."""
     try:
-        name = keys.check(socket.headers.get("authorization"))
+        keys.check(socket.headers.get("authorization"))
     except Problem:
         await socket.close(code=1008, reason="the API key is missing or wrong")
-        return None
+        return False
     await socket.accept()
-    return name
+    return True
 
 
 MAX_OPEN = 64  # requests of one socket at a time
@@ -79,8 +83,6 @@ Run = Callable[[dict[str, Any], Callable[[Event], Awaitable[None]]], Awaitable[N
 
 
 class Socket:
-    """One WebSocket and its requests."""
-
     def __init__(
         self,
         socket: WebSocket,  # accepted already
@@ -92,22 +94,21 @@ class Socket:
         self._bodies = bodies
         self._socket, self._run, self._max_frame = socket, run, max_frame
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._endings: set[asyncio.Task[None]] = set()  # kept until they are sent
+        self._endings: set[asyncio.Task[None]] = set()  # of those requests and of others, until they are sent
         self._sending = asyncio.Lock()
-        self._closed = False
         self._over, self._record = over, current()
 
     async def serve(self) -> None:
         """Serve frames until the client leaves; its requests end then."""
         try:
             while True:
-                while len(self._endings) >= MAX_OPEN:  # the client does not read: neither does the server
+                # the client does not read: neither does the server
+                while len(self._endings) - len(self._tasks) >= MAX_OPEN:
                     await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
                 await self._read(await self._socket.receive())
         except WebSocketDisconnect:
             pass
         finally:
-            self._closed = True
             open_ = [*self._tasks.values(), *self._endings]
             for task in open_:
                 task.cancel()
@@ -126,7 +127,7 @@ class Socket:
             frame = await offloaded(len(text), json_object, text, self._max_frame)
             given = frame.pop("id", None)
             if not isinstance(given, str) or not 0 < len(given) <= 256 or invalid_at(given) is not None:
-                raise Problem(400, "a frame needs an id: a string of 1 to 256 characters", param="id")
+                raise invalid("id", "a frame needs an id: a string of 1 to 256 characters")
             task = self._tasks.get(given)
             if frame.get("cancel") is not True and task is not None:
                 body = Problem(409, f"request {given!r} is open already", param="id").body
@@ -145,7 +146,9 @@ class Socket:
             await self._send(id, refused.body)
             return
         task = self._tasks[id] = asyncio.create_task(self._answer(id, frame, len(text)))
-        task.add_done_callback(lambda done: self._end(id, done))
+        ending = asyncio.create_task(self._end(id, task))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def _answer(self, id: str, frame: dict[str, Any], size: int) -> None:
         async def send(chunk: Event) -> None:
@@ -154,12 +157,11 @@ class Socket:
 
         socket = self._record
         record = RequestRecord(
-            socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key
-        )
-        record.address = socket.address
-        record.size = size
+            socket.method, socket.path, socket.headers, f"{socket.id}/{id}", size=size, key=socket.key,
+            address=socket.address,
+        )  # fmt: skip
         record.begin()
-        held = self._bodies.of(record.address)
+        held = self._bodies.of_address(record.address)
         try:
             held.grow(size)
             await self._run(frame, send)
@@ -174,11 +176,11 @@ class Socket:
             held.shrink()
             self._over(record)
 
-    def _end(self, id: str, task: asyncio.Task[None]) -> None:
+    async def _end(self, id: str, task: asyncio.Task[None]) -> None:
         """Tell the client how a request ended, however early that was."""
-        self._tasks.pop(id, None)
-        frames: list[Event] = []
-        reason = "finished"
+        await asyncio.wait({task})
+        del self._tasks[id]
+        frames, reason = list[Event](), "finished"
         if task.cancelled():
             reason = "cancelled"
         elif (error := task.exception()) is not None:
@@ -188,17 +190,9 @@ class Socket:
                 error = Problem(500, "the server failed; its log has the reason", code="internal_error")
             forget_frames(error)
             frames.append(error.body)
-        frames.append({"done": True, "reason": reason})
-
-        async def send_all() -> None:
-            with suppress(Exception):  # the client has gone
-                for frame in frames:
-                    await self._send(id, frame)
-
-        if not self._closed:
-            ending = asyncio.create_task(send_all())
-            self._endings.add(ending)
-            ending.add_done_callback(self._endings.discard)
+        with suppress(Exception):  # the client has gone
+            for frame in (*frames, {"done": True, "reason": reason}):
+                await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: Event) -> None:
         async with self._sending:

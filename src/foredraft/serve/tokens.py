@@ -14,8 +14,8 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve import reply_types
 from foredraft.serve.fields import NOT_OF_TOKENS, OF_TOKENS, Body, Items
 from foredraft.serve.generations import Model
-from foredraft.serve.messages import CountTokensRequest
-from foredraft.serve.problems import Error, Problem
+from foredraft.serve.messages import CountTokensRequest, MessageReply
+from foredraft.serve.problems import invalid
 from foredraft.serve.requests import ChatRequest, Job, Notes, as_problems, check_model
 from foredraft.serve.responses import ResponsesRequest
 from foredraft.serve.streaming import as_json
@@ -30,6 +30,9 @@ class _TokensRequest(Body):
 
     harmless, unsupported = OF_TOKENS, NOT_OF_TOKENS
     model: str | None = None
+
+    def chat(self) -> Any:
+        return self
 
     def tokenizer_of(self, model: Model) -> Tokenizer:
         check_model(self.model, model.names)
@@ -55,14 +58,12 @@ class TokenizeRequest(_TokensRequest):
     continue_final_message: bool | None = None
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for a long text."""
         tokenizer = self.tokenizer_of(model)
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
-            raise Problem(400, "prompt is missing; give prompt, content or messages", param="prompt")
+            raise invalid("prompt", "prompt is missing; give prompt, content or messages")
         if len(given) > 1:
-            problem = f"{given[0]} cannot hold together with {given[1]}; give one of them"
-            raise Problem(400, problem, param=given[1])
+            raise invalid(given[1], f"{given[0]} cannot hold together with {given[1]}; give one of them")
         ids = self._ids(model, tokenizer)
         pieces = [as_json(ids[start : start + PIECE])[1:-1] for start in range(0, len(ids), PIECE)]
         rest = as_json({"count": len(ids), "max_model_len": model.llm.max_length})
@@ -73,12 +74,12 @@ class TokenizeRequest(_TokensRequest):
         if self.messages is not None:
             if self.add_special_tokens:
                 problem = "the chat template writes the special tokens of messages; leave it out"
-                raise Problem(400, f"add_special_tokens: {problem}", param="add_special_tokens")
+                raise invalid("add_special_tokens", f"add_special_tokens: {problem}")
             chat = ChatRequest.read({"messages": self.messages, "max_tokens": 0, **fields})
             return Job.of(chat, model.llm, model.names).prompts[0]
         for name, value in fields.items():
             if value is not None:
-                raise Problem(400, f"{name} needs messages", param=name)
+                raise invalid(name, f"{name} needs messages")
         if self.content is not None:
             return tokenizer.encode(self.content, bool(self.add_special or self.add_special_tokens))
         return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
@@ -90,10 +91,9 @@ class DetokenizeRequest(_TokensRequest):
     tokens: Items[int]
 
     def answer(self, model: Model) -> bytes:
-        """Return the reply in JSON; it may take long for many tokens."""
         tokenizer, size = self.tokenizer_of(model), model.llm.loaded.spec.vocab_size
         if not all(is_whole(id, 0, size - 1) for id in self.tokens):
-            raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
+            raise invalid("tokens", f"tokens must be ids of this model, from 0 to {size - 1}")
         stream = tokenizer.detokenizer(skip_special=False)
         # the texts of a million tokens at once would leave memory behind
         starts = range(0, len(self.tokens), PIECE)
@@ -102,22 +102,14 @@ class DetokenizeRequest(_TokensRequest):
 
 
 class Reader(NamedTuple):
-    """A route that reads a body without generating."""
-
     name: str  # of the route
     request: type[Body]  # the type of its body
     type: Any  # the type of its reply
-    errors: tuple[Any, ...] = (Error,)  # the types of a refusal's body
+    errors: tuple[Any, ...] = (reply_types.Error,)  # the types of a refusal's body
     either: bool = False  # a key may come in the header of either API
     beside: Mapping[str, str] = {}  # what a reply has beside the number of tokens
 
-    def read(self, body: object) -> Body:
-        """Return the body, as a chat where that is counted; it may take long for a long one."""
-        given = self.request.read(body)
-        return given if isinstance(given, TokenizeRequest | DetokenizeRequest) else given.chat()
-
     def answer(self, given: Body, model: Model) -> tuple[bytes, Notes]:
-        """Return the reply in JSON, and the notes of its headers; it may take long for a long body."""
         if isinstance(given, TokenizeRequest | DetokenizeRequest):
             return given.answer(model), {"x-ignored-fields": sorted(given.further)}
         chat = cast(ChatRequest, given)
@@ -130,7 +122,7 @@ READERS = {
     "/tokenize": Reader("tokenize", TokenizeRequest, reply_types.Tokens),
     "/detokenize": Reader("detokenize", DetokenizeRequest, reply_types.Text),
     "/v1/messages/count_tokens": Reader(
-        "count_tokens", CountTokensRequest, reply_types.MessageTokens, (reply_types.MessageError, Error), True
+        "count_tokens", CountTokensRequest, reply_types.MessageTokens, MessageReply.errors, True
     ),
     "/v1/responses/input_tokens": Reader(
         "count_input_tokens", ResponsesRequest, reply_types.InputTokens, either=True,
@@ -141,7 +133,7 @@ READERS = {
 
 def tokenizer_of(model: Model) -> Tokenizer:
     if model.llm.tokenizer is None:
-        raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
+        raise invalid("model", "this model has no tokenizer; use token ids everywhere")
     return model.llm.tokenizer
 
 

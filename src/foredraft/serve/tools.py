@@ -19,7 +19,7 @@ from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.blocks import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
 from foredraft.serve.conversation import Messages
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import invalid
 from foredraft.serve.schemas import Fitted, broken, fit
 
 MAX_TOOLS = 128
@@ -83,8 +83,6 @@ ToolChoice = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request."""
-
     functions: tuple[Function, ...]  # all that the prompt describes
     callable: tuple[Function, ...]  # those that may be called
     schemas: Mapping[str, Fitted]  # of their arguments by name, as the grammar holds them
@@ -100,12 +98,12 @@ class Tools:
         """Return the tools of a request; None where it has none, or none may be called."""
         if not tools or chat is None:
             if choice not in (None, "none", "auto"):
-                raise Problem(400, "tool_choice needs tools", param="tool_choice")
+                raise invalid("tool_choice", "tool_choice needs tools")
             return None
         functions = tuple(tool.function for tool in tools)
         names = [function.name for function in functions]
         if len(set(names)) < len(names):
-            raise Problem(400, "two tools have the same name", param="tools")
+            raise invalid("tools", "two tools have the same name")
         if choice == "none":
             return None
         chosen, required = functions, choice not in (None, "auto")
@@ -150,37 +148,33 @@ class Tools:
             return messages, {"tools": listed}
         text = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
         if messages and messages[0].get("role") == "system":
-            first, rest = messages[0], messages[1:]
-            text = f"{first.get('content') or ''}\n\n{text}".lstrip()
-        else:
-            rest = messages
-        return [{"role": "system", "content": text}, *rest], {}
+            text = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
+            messages = messages[1:]
+        return [{"role": "system", "content": text}, *messages], {}
 
     def constrain(self, options: dict[str, Any], field: str | None) -> None:
-        """Put the grammar of calls into the options; an answer without calls keeps its own schema.
+        """Put the grammar of calls into the library's options; an answer without calls keeps its own schema.
 
-        Args:
-            options: Those of the library.
-            field: The field that gives the form of the text, if any does.
+        `field` gives the form of the text, if any does.
         """
         for name in ("regex", "choices", "grammar"):
             if name in options:
-                raise Problem(400, f"{field or name} cannot hold together with tools", param=field or name)
+                raise invalid(field or name, f"{field or name} cannot hold together with tools")
         schema = {"type": "object"} if options.pop("json_object", False) else options.pop("json_schema", None)
         try:
             grammar = self.grammar(schema)
         except RecursionError:
-            raise Problem(400, "the parameters of a tool are nested too deeply", param="tools") from None
+            raise invalid("tools", "the parameters of a tool are nested too deeply") from None
         if grammar is not None:
             try:
                 check_grammar("grammar", grammar)
             except RequestError:  # each tool by itself is good
                 says = "the tools are too many, or their schemas too large together; give fewer"
-                raise Problem(400, says, param="tools") from None
+                raise invalid("tools", says) from None
             options["grammar"] = grammar
         elif schema is not None:
             field = field or "response_format"
-            raise Problem(400, f"{field} cannot hold together with this model's tools", param=field)
+            raise invalid(field, f"{field} cannot hold together with this model's tools")
 
     def grammar(self, schema: Mapping[str, Any] | None) -> str | None:
         """Return the grammar of the text in llguidance's dialect; None where there is none.
@@ -223,8 +217,7 @@ def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple
     """Return the functions that choices name, in their own order."""
     names = [choice.function.name for choice in choices]
     if unknown := [name for name in names if name not in {each.name for each in functions}]:
-        says = f"tool_choice names {shortened(unknown[0])}, which is no tool"
-        raise Problem(400, says, param="tool_choice")
+        raise invalid("tool_choice", f"tool_choice names {shortened(unknown[0])}, which is no tool")
     return tuple(each for each in functions if each.name in names)
 
 
@@ -236,17 +229,16 @@ def _fitted(function: Function) -> Fitted:
 def fitted_schema(
     subject: str, schema: dict[str, Any], param: str, *, strict: bool | None, close: bool | None
 ) -> Fitted:
-    """Return a schema as a grammar holds it."""
     try:
         fitted = fit(schema, close=bool(close))
     except RequestError as error:
-        raise Problem(400, f"the schema of {subject} {error}", param=param) from None
+        raise invalid(param, f"the schema of {subject} {error}") from None
     except RecursionError:
-        raise Problem(400, f"the schema of {subject} is nested too deeply", param=param) from None
+        raise invalid(param, f"the schema of {subject} is nested too deeply") from None
     if strict and fitted.left_out:
         places = ", ".join(fitted.left_out[:MAX_PLACES])
         says = f"{subject} is strict, but its schema has what is not supported: {places}"
-        raise Problem(400, f"{says}; leave that out, or strict", param=param)
+        raise invalid(param, f"{says}; leave that out, or strict")
     return fitted
 
 

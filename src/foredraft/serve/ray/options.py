@@ -10,8 +10,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from foredraft.errors import ConfigError
-from foredraft.serve.ray.ingress import Ingress
-from foredraft.serve.ray.replica import PrefixRouter, Replica
+from foredraft.serve.ray.deployments import Ingress, PrefixRouter, Replica
 from foredraft.serve.settings import Settings
 
 # Options of the server that Ray has in its place, with the remedies.
