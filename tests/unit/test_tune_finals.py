@@ -16,9 +16,9 @@ from foredraft.bench.measurement import measure_costs
 from foredraft.bench.settings import TuneSettings
 from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
-from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
 from foredraft.tune.finals import Agreement, decode_finalists
+from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
 from tests.support.checkpoints import save_checkpoint
 
@@ -60,13 +60,11 @@ def test_a_plan_decodes_until_its_tau_is_accurate(llm: LLM, skips: str) -> None:
 def test_a_plan_that_decodes_to_another_tau_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the prediction is that of a plan that skips more."""
 
-    class Wrong(Agreement):
-        def __init__(
-            self, runner: Runner, drafting: None, skips: Skips, draft_length: int, temperature: float
-        ) -> None:
-            super().__init__(runner, drafting, Skips((0, 1), (1, 2)), draft_length, temperature)
+    class Wrong(TeacherForced):
+        def rounds(self, plan: Any, **options: Any) -> Any:
+            return super().rounds(Skips((0, 1), (1, 2)).plan(3), **options)
 
-    monkeypatch.setattr(finals_module, "Agreement", Wrong)
+    monkeypatch.setattr(finals_module, "TeacherForced", Wrong)
     monkeypatch.setattr(finals_module, "MAX_TURNS", 3)
     for temperature in (0.0, 1.0):
         found = decode(llm, temperature=temperature)
@@ -94,7 +92,7 @@ def timings(speeds: list[list[float]]) -> Any:
 
 
 def finalist(ratios: list[float], skips: str = "skip:attn=1") -> Finalist:
-    agreement: Any = SimpleNamespace(predicted_tau=1.8, tau=1.8, relative_error=0.0)
+    agreement = Agreement(1.8, 1.8, 0.0)
     plain, own = timings([[10.0]] * len(ratios)), timings([[10 * ratio] for ratio in ratios])
     return finals_module._finalist(replace(TRIAL, skips=skips), plain, own, 0.5, agreement, 0.0)
 

@@ -21,6 +21,7 @@ from foredraft.cli.bench import tune_lines
 from foredraft.drafters.lookup import repeated
 from foredraft.drafters.plan_files import model_hash
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.strict_records import as_record
 from foredraft.errors import ConfigError
 from foredraft.model.runner import DraftInputs
 from foredraft.model.source import ModelSource
@@ -250,7 +251,7 @@ def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) >= 0  # a disturbed machine can hide a draft of a tiny model
     assert found.exit is not None and len(found.exit.verifying) == 3
-    assert PlanCosts.from_json(json.dumps(asdict(found))) == found
+    assert as_record(PlanCosts, json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_measuring_costs_reports_every_turn(llm: LLM) -> None:
@@ -285,15 +286,14 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
 
-    def timed(llm: LLM, exits: list[int], context: int, longest: int, *_: object) -> dict[Any, list[float]]:
-        assert exits == [1, 2] and longest == 3
-        verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in exits for rows in (2, 3, 4)}
-        rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
+    def timed(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
+        verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in (1, 2) for rows in (2, 3, 4)}
+        rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in (1, 2)}
+        assert works.keys() == {"step", *verify, *rounds}
         return {"step": [2.0] * 3, **verify, **rounds}
 
-    monkeypatch.setattr(tune_records, "_timed_exits", timed)
+    monkeypatch.setattr(tune_records, "interleaved", timed)
     found = measure_exit_costs(llm.loaded, 20, 3, 3, int)
-    assert found is not None
     for exit in (1, 2, 5):
         step, verifying = found.at(exit)
         assert step == pytest.approx(c(exit))
@@ -325,8 +325,12 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
-    monkeypatch.setattr(tune_records, "interleaved", lambda given, *_, **__: works.update(given))
-    tune_records._timed_exits(llm.loaded, [exit], 20, 2, 1, int)
+    monkeypatch.setattr(
+        tune_records,
+        "interleaved",
+        lambda given, *_, **__: works.update(given) or dict.fromkeys(given, [1.0]),
+    )
+    measure_exit_costs(llm.loaded, 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
     if runner.by_kernels:
         drafts: list[Any] = []

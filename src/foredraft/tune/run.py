@@ -29,9 +29,8 @@ from foredraft.model.spec import ModelSpec
 from foredraft.tune.finals import (
     check_writable,
     decode_finalists,
+    earlier_plan_note,
     make_plan_file,
-    remaining_plan_note,
-    replaced_plan_note,
     save_plan,
 )
 from foredraft.tune.search import Deadline, Search, best_trials
@@ -67,20 +66,20 @@ def tune(
 
     Ctrl-C ends the search early: the study keeps its trials, and the report holds them.
     """
-    stages, watch = _Stages(), LoadWatch(progress)
+    stages, watch = dict[str, float](), LoadWatch(progress)
     deadline = Deadline(options.timeout)
     storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
         check_writable(plan.parent)
     source = _resolve(model, loading)
     hash = model_hash(source)
-    with stages("load"):
+    with _stage(stages, "load"):
         llm = _load(source.path, prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
     run = _Run(model or "demo", source, hash, llm, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, run.runner)
     ids, held_out = hold_out(_encode(llm, form.applied(llm.tokenizer, prompts), options, truncate))
-    with stages("calibrate"):
+    with _stage(stages, "calibrate"):
         calibration = run.calibrate(ids)
         teacher_forced = TeacherForced(
             run.runner, calibration, max_draft, deadline.check, watch, run.drafting
@@ -110,7 +109,7 @@ class _Run:
     options: TuneSettings
     form: PromptForm
     storage: StudyStorage
-    stages: _Stages
+    stages: dict[str, float]  # the seconds of each, by its name
     progress: LoadWatch
 
     @property
@@ -140,7 +139,7 @@ class _Run:
         context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
         study = _study_name(self.hash, loaded, calibration, max_draft, options.draft_weights)
         with self.storage.loss_reported():
-            with self.stages("costs"):
+            with _stage(self.stages, "costs"):
                 search = Search(
                     self.storage, study, options, teacher_forced,
                     lambda: measure_plan_costs(
@@ -167,16 +166,16 @@ class _Run:
             model=self.name, model_hash=self.hash, layers=loaded.spec.layers, study=study,
             storage=self.storage.shown, options=asdict(options) | shown, machine={},
             tokens=calibration.tokens, costs=search.costs, trials=trials, importance=importance,
-            seconds=self.stages.seconds, finished=finished, notes=tuple(notes),
+            seconds=self.stages, finished=finished, notes=tuple(notes),
         )  # fmt: skip
 
     def _run_trials(self, search: Search) -> bool:
         """Run the trials; return False if Ctrl-C ended them, and raise it if no trial is complete."""
         try:
             with self.runner.uncaptured():
-                with self.stages("rank"):
+                with _stage(self.stages, "rank"):
                     search.find_seed_plans(self.progress)
-                with self.stages("search"):
+                with _stage(self.stages, "search"):
                     search.run_trials(self.progress)
         except KeyboardInterrupt:
             if not search.trials():
@@ -190,7 +189,7 @@ class _Run:
         if not report.finished:
             return report
         try:
-            with self.stages("decode"):
+            with _stage(self.stages, "decode"):
                 best = best_trials(
                     report.trials, options.finalists, of_copy=options.draft_weights is not None
                 )
@@ -205,12 +204,10 @@ class _Run:
         """Save the winner's plan, if a finalist wins, and say so in the report."""
         loaded, weights, finalists = self.llm.loaded, self.options.draft_weights, report.finalists
         winner, files, unwritten = _winner(finalists), list[str](), list[str]()
+        note = earlier_plan_note(self.hash, finalists, weights, replaced=winner is not None)
         if winner is not None:
-            note = replaced_plan_note(self.hash, weights)
             plan = make_plan_file(finalists[winner], self.name, self.hash, loaded, self.options)
             files, unwritten = save_plan(plan, plan_out)
-        else:
-            note = remaining_plan_note(self.hash, finalists, weights)
         return replace(
             report,
             machine=machine(loaded.engine.device) | {"highest_load": self.progress.highest},
@@ -339,16 +336,11 @@ def _winner(finalists: Sequence[Finalist]) -> int | None:
     return max(eligible, key=lambda index: finalists[index].speedup.median, default=None)
 
 
-class _Stages:
-    """Measures the seconds of each stage, by its name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = time.perf_counter() - start
+@contextmanager
+def _stage(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Measure the seconds of a stage."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - start

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from foredraft.bench.settings import Progress, Steps, TuneSettings, silent
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.strict_records import as_record
 from foredraft.errors import ConfigError, Option
 from foredraft.model.runner import Resume
 from foredraft.model.spec import Plan
@@ -296,7 +297,7 @@ class Search:
             if stored is None:
                 stored = measured
                 self.study.set_user_attr(COSTS, stored)
-        self.costs = PlanCosts.from_json(stored)
+        self.costs = as_record(PlanCosts, json.loads(stored))
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
         self._seeds: dict[Plan, str] = {}  # the names of the seed plans
 
