@@ -33,12 +33,13 @@ from foredraft.tune import tune_records
 from foredraft.tune.search import clasp, every_other, greedy, seed_plans, skips_of
 from foredraft.tune.teacher_forced import (
     MIN_TOKENS,
-    CalibrationCache,
     CalibrationTexts,
     TeacherForced,
+    cached_texts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
+    texts_key,
     write_calibration_texts,
 )
 from foredraft.tune.tune_records import (
@@ -328,7 +329,7 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
     monkeypatch.setattr(
         tune_records,
         "interleaved",
-        lambda given, *_, **__: works.update(given) or dict.fromkeys(given, [1.0]),
+        lambda given, *_, **__: works.update(given) or {key: [1.0] for key in given},
     )
     measure_exit_costs(llm.loaded, 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
@@ -449,20 +450,22 @@ class Searches:
 
         monkeypatch.setattr(llm, "generate", counted)
 
-    def cache(self, **changes: Any) -> CalibrationCache:
-        return CalibrationCache(
+    def key(self, **changes: Any) -> dict[str, Any]:
+        return texts_key(
             ModelSource(self.folder), model_hash(self.folder), self.llm.loaded, **self.given | changes
         )
 
     def file(self) -> Path:
-        path = user_cache.keyed_path(calibration.KIND, self.cache().key)
+        path = user_cache.keyed_path(calibration.KIND, self.key())
         assert path is not None
         return path
 
     def texts(self, **changes: Any) -> tuple[CalibrationTexts, bool]:
         before, given = self.calls, self.given | changes
-        found = self.cache(**changes).read_or(
-            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None)
+        found = cached_texts(
+            self.key(**changes),
+            self.llm.loaded.spec.vocab_size,
+            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None),
         )
         return found, self.calls > before
 
@@ -556,6 +559,6 @@ def test_incomplete_texts_are_not_cached(searches: Searches, cache: Path) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        searches.cache().read_or(interrupted)
+        cached_texts(searches.key(), searches.llm.loaded.spec.vocab_size, interrupted)
     assert not (cache / "texts").exists()
     assert searches.texts()[1]

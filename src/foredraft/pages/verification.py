@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foredraft.bench.settings import DEFECTS
@@ -22,14 +23,25 @@ from foredraft.pages.report_page import (
     plain,
     render,
 )
-from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun, VerifyReport
+from foredraft.verify.verify_records import (
+    FAILED,
+    MEANINGS,
+    NONE,
+    PASSED,
+    POSITIONS,
+    TOO_FEW,
+    DistributionTest,
+    DraftPosition,
+    Identity,
+    TextRun,
+    VerifyReport,
+)
 
-VERDICTS = {
-    "passed": PageVerdict("good", "Passed: no difference from plain decoding was found."),
-    "failed": PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed."),
-    "inconclusive": PageVerdict(
-        "doubtful", "Inconclusive: no difference was found, but one could have been missed."
-    ),
+KINDS = {"passed": "good", "failed": "bad", "inconclusive": "doubtful"}
+OUTCOMES = {
+    PASSED: Cell("✓ passed", kind="good"),
+    FAILED: Cell("✗ failed", kind="bad"),
+    TOO_FEW: Cell("too few tokens"),
 }
 REMARK = (
     "Detects: the smallest total variation distance between the output's and the target's distribution"
@@ -62,7 +74,8 @@ def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str |
 
 def _verdict(report: VerifyReport) -> PageVerdict:
     if report.planted is None:
-        return VERDICTS[report.verdict]
+        verdict = report.verdict
+        return PageVerdict(KINDS[verdict], f"{verdict.capitalize()}: {MEANINGS[verdict]}")
     defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
     if report.found_planted:
         return PageVerdict("good", f"{defect} was found.")
@@ -93,7 +106,7 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
         ("identical", "first difference", "target's margin there"),
         identities,
     )
-    lines = [Line(_name(test), _cells(test)) for test in report.tests]
+    lines = [Line(_name(test), _cells(test.line, "; ".join(test.errors))) for test in report.tests]
     yield Table(
         f"Samples against the target's exact distribution{suffix}",
         "test",
@@ -109,9 +122,7 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
 
 
 def _identity(identity: Identity, run: TextRun) -> Line:
-    name = f"{run.drafter}{', drafting always' if run.always else ''}"
-    name += ", in a batch" if run.batched else ", one at a time"
-    same = f"{identity.prompts - identity.diverged(run)} of {identity.prompts}"
+    name, same = str(run), f"{identity.prompts - identity.diverged(run)} of {identity.prompts}"
     if identity.errors:
         return Line(name, (), f"failed: {identity.errors[0]}")
     first = next((each for each in identity.divergences if each.run == run), None)
@@ -122,30 +133,20 @@ def _identity(identity: Identity, run: TextRun) -> Line:
 
 
 def _name(test: DistributionTest) -> str:
-    drafter = "none (control)" if test.control else test.drafter
-    weaker = f", logits / {test.draft_temperature:g}" if test.draft_temperature != 1 else ""
-    return f"prompt {test.prompt}, {drafter}{weaker}, {test.acceptance}, {test.setting}"
+    return f"prompt {test.prompt}, {test.described_drafter}, {test.acceptance}, {test.setting}"
 
 
-def _cells(test: DistributionTest) -> list[Cell]:
-    failure = f"✗ {test.impossible} impossible" if test.impossible else "✗ failed"
-    figures = f"{test.statistic:.2f}", f"{test.p_value:.2g}", f"{test.detectable:.4f}"
-    accepted = f"{test.accepted / test.drafted:.0%}" if test.drafted else DASH
-    return [
-        *map(Cell, (str(test.samples), str(test.cells), *figures, accepted)),
-        Cell("✓ passed", kind="good") if test.joint_passed else Cell(failure, "; ".join(test.errors), "bad"),
-    ]
+def _cells(line: Sequence[str], errors: str = "") -> list[Cell]:
+    """Return the cells of a record's line, whose last one is the outcome."""
+    *figures, outcome = line
+    last = OUTCOMES.get(outcome) or Cell(f"✗ {outcome}", kind="bad")
+    return [*(Cell(DASH if text == NONE else text) for text in figures), replace(last, more=errors)]
 
 
 def _position(each: DraftPosition) -> Line:
-    counts = str(each.tokens), DASH if each.bonus else str(each.corrections)
-    figures, outcome = (DASH,) * 4, Cell("too few tokens")
-    if each.tested:
-        corrections = f"{each.detectable_correction:.4f}" if each.corrections else DASH
-        figures = f"{each.statistic:.2f}", f"{each.p_value:.2g}", f"{each.detectable:.4f}", corrections
-        outcome = Cell("✗ failed", kind="bad") if each.failed else Cell("✓ passed", kind="good")
-    place = "bonus" if each.bonus else str(each.position + 1)
-    return Line(place, [*map(Cell, (*counts, *figures)), outcome])
+    place, *line = each.line
+    del line[POSITIONS.index("df") - 1]
+    return Line(place, _cells(line))
 
 
 def _p_values(report: VerifyReport) -> Plot:

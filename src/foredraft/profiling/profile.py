@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.profiling.host import host_ms, whole_round_ms
-from foredraft.profiling.timing import ForwardMeter, TimedTurns, reading, timed
+from foredraft.profiling.timing import TimedTurns, forward_turns, reading, timed
 
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
 
@@ -59,13 +58,13 @@ class Samples:
     @classmethod
     def from_json(cls, values: Any) -> Samples:
         """Return the samples whose `least` was kept; what is none is left out, to be measured again."""
-        kept = values.items() if isinstance(values, dict) else ()
-        lists = {cost: samples for cost, samples in kept if isinstance(samples, list)}
 
-        def is_time(ms: Any) -> bool:
-            return isinstance(ms, int | float) and 0 <= ms <= sys.float_info.max
+        def sound(samples: Any) -> bool:
+            times = isinstance(samples, list)
+            return times and all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in samples)
 
-        return cls({cost: samples for cost, samples in lists.items() if all(map(is_time, samples))})
+        kept = values if isinstance(values, dict) else {}
+        return cls({cost: samples for cost, samples in kept.items() if sound(samples)})
 
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
@@ -101,10 +100,10 @@ class Forwards:
         missing = [work for work, cost in self.costs.items() if samples.steady(cost) is None]
         if not missing or (self.batch > 1 and time.perf_counter() >= deadline):
             return False
-        turns = ForwardMeter(
+        turns = forward_turns(
             self.engine.target, self.engine.drafters, self.batch, self.context,
             widths=self.widths, lengths={1, self.draft}, settle=0.0,
-        ).turns  # fmt: skip
+        )  # fmt: skip
         turns.keep({1, *missing})
         _take_turns(turns, 1, LIMIT_STEPS, deadline)
         for work, seconds in turns.seconds.items():
@@ -272,11 +271,6 @@ class Profile:
     sampled: CostTable  # of rounds that draw tokens
     doubt: str | None = None  # why not all costs are believed; None where all were measured and steady
     seconds: float = 0.0  # time that measuring took; 0 where all costs were kept
-
-    @property
-    def believed(self) -> bool:
-        """Whether all costs were measured and steady."""
-        return self.doubt is None
 
 
 def use_profile(

@@ -36,12 +36,13 @@ from foredraft.tune.finals import (
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import (
-    CalibrationCache,
     CalibrationTexts,
     TeacherForced,
+    cached_texts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
+    texts_key,
     write_calibration_texts,
 )
 from foredraft.tune.tune_records import Finalist, TuneReport, measure_plan_costs
@@ -125,9 +126,11 @@ class _Run:
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
         llm, tokens, temperature = self.llm, self.options.tokens, self.options.temperature
-        cache = CalibrationCache(self.source, self.hash, llm.loaded, prompts, tokens, temperature)
-        return cache.read_or(
-            lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress)
+        key = texts_key(self.source, self.hash, llm.loaded, prompts, tokens, temperature)
+        return cached_texts(
+            key,
+            llm.loaded.spec.vocab_size,
+            lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress),
         )
 
     def search(

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from foredraft.bench.settings import DEFECTS, Rule, Setting
 
+ALWAYS = "drafting always"  # of runs in which every round drafts
+
 
 class TextRun(NamedTuple):
     """One run over the prompts of a comparison of texts."""
@@ -19,6 +21,11 @@ class TextRun(NamedTuple):
     drafter: str  # its drafter; "none" is plain decoding
     batched: bool  # it decodes all prompts in one batch
     always: bool = False  # every round drafts, although the policy would draft only where it pays
+
+    def __str__(self) -> str:
+        """Return the run in words."""
+        always = f", {ALWAYS}" if self.always else ""
+        return f"{self.drafter}{always}, {'in a batch' if self.batched else 'one at a time'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,13 @@ class Identity:
         return any((found.run.drafter == "none") is control for found in self.divergences)
 
 
+# Of tables: what a line tells of a position in a draft, and of a test beside its prompt, drafter, rule and
+# setting; the last cell is the outcome.
+POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
+TESTS = ("samples", "cells", "chi2", "p-value", "detects", "accepted", "")
+NONE, PASSED, FAILED, TOO_FEW = "-", "ok", "FAILED", "too few"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPosition:
     """A chi-square test of the tokens that one position of a draft gave, given the text before them."""
@@ -112,6 +126,25 @@ class DraftPosition:
     def passed(self) -> bool:
         """Whether there was a test, and it found nothing."""
         return self.tested and not self.failed
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """Its line under `POSITIONS`."""
+        place = "bonus" if self.bonus else str(self.position + 1)
+        corrected = NONE if self.bonus else str(self.corrections)
+        figures: tuple[str, ...] = (NONE, str(self.degrees), NONE, NONE, NONE, TOO_FEW)
+        if self.tested:
+            figures = (
+                *(
+                    f"{self.statistic:.2f}",
+                    str(self.degrees),
+                    f"{self.p_value:.2g}",
+                    f"{self.detectable:.4f}",
+                ),
+                f"{self.detectable_correction:.4f}" if self.corrections else NONE,
+                FAILED if self.failed else PASSED,
+            )
+        return place, str(self.tokens), corrected, *figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +187,22 @@ class DistributionTest:
         """Whether no test failed. Of a position that was not tested nothing is known (`Report.doubts`)."""
         return self.joint_passed and not any(position.failed for position in self.positions)
 
+    @property
+    def described_drafter(self) -> str:
+        """The drafter, and how it was weakened."""
+        weaker = f", logits / {self.draft_temperature:g}" if self.draft_temperature != 1 else ""
+        return "none (control)" if self.control else self.drafter + weaker
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """Its line under `TESTS`."""
+        accepted = f"{self.accepted / self.drafted:.0%}" if self.drafted else NONE
+        failed = f"{self.impossible} impossible" if self.impossible else FAILED
+        return (
+            *(str(self.samples), str(self.cells), f"{self.statistic:.2f}", f"{self.p_value:.2g}"),
+            *(f"{self.detectable:.4f}", accepted, PASSED if self.joint_passed else failed),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the test for JSON, with its verdicts."""
         shown = ("detectable_correction", "tested", "passed")
@@ -162,6 +211,11 @@ class DistributionTest:
 
 
 Verdict = Literal["passed", "failed", "inconclusive"]
+MEANINGS: dict[Verdict, str] = {
+    "passed": "no difference from plain decoding was found.",
+    "failed": "the output differs from plain decoding's, or a request failed.",
+    "inconclusive": "no difference was found, but one could have been missed.",
+}
 # Corrections at a draft position below which the tests have hardly seen it. The report states the power of
 # the others.
 FEWEST_CORRECTIONS = 5
