@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -98,6 +99,11 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     """Ignore the progress."""
+
+
+def without_prefill(progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Leave out the reading of prompts: its bar would flicker, and slow timed runs down."""
+    return lambda stage, done, total: None if stage == "prefill" else progress(stage, done, total)
 
 
 class Steps:

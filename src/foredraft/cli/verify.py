@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cyclopts import Group
 
 from foredraft.bench.contenders import ALL
-from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter
+from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter, without_prefill
 from foredraft.cli.interrupt import FAILED, INCONCLUSIVE
 from foredraft.cli.options import (
     HTML,
@@ -272,11 +272,8 @@ def run(
         longest = 0 if tokenizer is None else form.longest(tokenizer, prompts)
         return BATCH, longest + max_new_tokens(each[0])
 
-    def show_loading(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":  # it would flicker between the checks' own stages
-            bars.show(stage, done, total)
-
-    llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=show_loading)
+    loading = load_options(model, drafting)
+    llm = load_for(needs, model.get("model"), **loading, progress=without_prefill(bars.show))
     applied = form.applied(llm.tokenizer, prompts)
     return [
         run_checks(llm, applied, options, truncate=model.get("truncate"), progress=bars.show)

@@ -394,9 +394,9 @@ class ReportPage:
     facts: Mapping[str, str]  # what was measured, and where, by label
     tables: Sequence[Table] = ()  # the tables
     remark: str = ""  # how to read the tables
-    plots: Sequence[Plot] = ()  # the plots
+    plots: Sequence[Plot | None] = ()  # the plots
     notes: Sequence[str] = ()  # further sentences
-    details: Mapping[str, Mapping[str, str]] | None = None  # lists of plain values, by heading
+    details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # plain values, by heading
     finished: bool = True  # False if the work was interrupted
 
 
@@ -406,24 +406,21 @@ def render(page: ReportPage) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = (files("foredraft.pages") / "report_page.html").read_text(encoding="utf-8")
-    drawn = [(plot, Markup(plot.svg)) for plot in page.plots]
+    environment.filters["plain"] = _formatted
+    drawn = [(plot, Markup(plot.svg)) for plot in page.plots if plot is not None]
     return environment.from_string(template).render(page=page, plots=drawn)
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return plain values formatted for a reader, such as "yes" for True."""
-    return {name: _formatted(value) for name, value in values.items()}
 
 
 def make_plot(
     name: str, title: str, note: str, alt: str | Sequence[str], panels: Sequence[Panel], x: Axis
-) -> Plot:
-    """Return a plot; `alt` is a sentence, or the figures of one."""
+) -> Plot | None:
+    """Return a plot; `alt` is a sentence, or the figures of one. None where there are no figures."""
     words = alt if isinstance(alt, str) else f"{'; '.join(alt)}."
-    return Plot(name, title, note, words, chart(name, panels, x))
+    return Plot(name, title, note, words, chart(name, panels, x)) if alt else None
 
 
 def _formatted(value: Any) -> str:
+    """Return a plain value for a reader, such as "yes" for True."""
     if value is None:
         return DASH
     if isinstance(value, bool):

@@ -20,7 +20,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    plain,
     render,
 )
 from foredraft.train.trainers import Result
@@ -65,8 +64,8 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
             },
             tables=[table] if validations else [],
             remark=REMARK if validations else "",
-            plots=[*_validation(validations), *_learning(steps)],
-            details={"Options": plain(options)},
+            plots=[*_validation(validations), _learning(steps)],
+            details={"Options": options},
         )
     )
 
@@ -85,7 +84,7 @@ def _lines(validations: Entries) -> list[Line]:
     ]
 
 
-def _validation(validations: Entries) -> list[Plot]:
+def _validation(validations: Entries) -> list[Plot | None]:
     if not validations:
         return []
     steps = [entry["step"] for entry in validations]
@@ -120,9 +119,9 @@ def _validation(validations: Entries) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _learning(entries: Entries) -> list[Plot]:
+def _learning(entries: Entries) -> Plot | None:
     if not entries:
-        return []
+        return None
     steps = [entry["step"] for entry in entries]
     names = {"loss": "loss", "overlap": "Σ min(p, q)", "learning_rate": "learning rate"}
     lines = [
@@ -133,7 +132,7 @@ def _learning(entries: Entries) -> list[Plot]:
         Panel(70, [line], Axis(grid=True), label) for line, label in zip(lines, names.values(), strict=True)
     ]
     first, last = entries[0], entries[-1]
-    plot = make_plot(
+    return make_plot(
         "learning",
         "Learning",
         "Every step's loss, the acceptance at temperature 1 that it has, and its learning rate.",
@@ -141,7 +140,6 @@ def _learning(entries: Entries) -> list[Plot]:
         panels,
         Axis("step", whole=True),
     )
-    return [plot]
 
 
 TRIAL_COLUMNS = (
@@ -168,12 +166,12 @@ def tuning_page(report: TuneReport) -> str:
             facts=_facts(report),
             tables=[table] if lines else [],
             remark=TRIAL_REMARK if lines else "",
-            plots=[_history(report.trials), _layers(report), *_importance(report)],
+            plots=[_history(report.trials), _layers(report), _importance(report)],
             notes=(*report.doubts, *report.unwritten, *report.notes),
             details={
-                "Options": plain(report.options),
-                "Seconds": plain({stage: round(seconds, 1) for stage, seconds in report.seconds.items()}),
-                "Machine": plain(report.machine),
+                "Options": report.options,
+                "Seconds": {stage: round(seconds, 1) for stage, seconds in report.seconds.items()},
+                "Machine": report.machine,
             },
             finished=report.finished,
         )
@@ -237,7 +235,7 @@ def _cells(finalist: Finalist) -> list[Cell]:
     ]
 
 
-def _history(trials: Sequence[Trial]) -> Plot:
+def _history(trials: Sequence[Trial]) -> Plot | None:
     groups = {"seed plans": True, "sampler": False}
     points = []
     for number, (label, seed) in enumerate(groups.items()):
@@ -258,7 +256,7 @@ def _history(trials: Sequence[Trial]) -> Plot:
     )
 
 
-def _layers(report: TuneReport) -> Plot:
+def _layers(report: TuneReport) -> Plot | None:
     """Draw one square per sub-layer of each finalist, or of the best trial if there is no finalist."""
     shown = [finalist.skips for finalist in report.finalists] or [report.best.skips]
     rows = Axis(low=len(KINDS) - 0.5, high=-0.5, ticks=dict(enumerate(KINDS.values())))
@@ -286,16 +284,14 @@ def _layers(report: TuneReport) -> Plot:
     )
 
 
-def _importance(report: TuneReport) -> list[Plot]:
-    if not report.importance:
-        return []
+def _importance(report: TuneReport) -> Plot | None:
     panels = []
     for number, (kind, label) in enumerate(KINDS.items()):
         shares = [report.importance.get(f"{kind}.{layer}", 0.0) for layer in range(report.layers)]
         boxes = [(layer - 0.4, layer + 0.4, 0.0, share) for layer, share in enumerate(shares)]
         panels.append(Panel(80, [Bars("", boxes, number)], Axis("share", low=0, grid=True), label))
     most = sorted(report.importance.items(), key=lambda item: -item[1])[:5]
-    plot = make_plot(
+    return make_plot(
         "importance",
         "Importance of sub-layers",
         "How much running or skipping each sub-layer contributes to the difference between good and other"
@@ -304,7 +300,6 @@ def _importance(report: TuneReport) -> list[Plot]:
         panels,
         _of_layers(report),
     )
-    return [plot]
 
 
 def _of_layers(report: TuneReport) -> Axis:

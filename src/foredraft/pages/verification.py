@@ -20,7 +20,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    plain,
     render,
 )
 from foredraft.verify.verify_records import (
@@ -65,9 +64,9 @@ def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str |
             remark=REMARK.format(
                 power=first.power, level=min(test.level for test in first.tests), family=first.family_level
             ),
-            plots=[plot for report in reports for plot in (_p_values(report), *_detection(report))],
+            plots=[plot for report in reports for plot in (_p_values(report), _detection(report))],
             notes=[f"Weak evidence: {doubt}." for report in reports for doubt in report.doubts],
-            details={"Set-up": plain(first.about)},
+            details={"Set-up": first.about},
         )
     )
 
@@ -94,8 +93,7 @@ def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, s
 
 
 def _tables(report: VerifyReport) -> Iterator[Table]:
-    suffix = "" if report.planted is None else f", with {report.planted} planted"
-    identities = {}
+    suffix, identities = _planted(report), {}
     for each in report.identities:
         rule = f", {each.acceptance} with seeds" if each.acceptance else ""
         heading = f"{each.setting}{rule}: {each.prompts} prompts, {each.tokens} tokens"
@@ -149,7 +147,7 @@ def _position(each: DraftPosition) -> Line:
     return Line(place, _cells(line))
 
 
-def _p_values(report: VerifyReport) -> Plot:
+def _p_values(report: VerifyReport) -> Plot | None:
     """Draw the p-value of every test: without a difference, they are spread evenly from 0 to 1."""
     groups = {"drafter": False, "control": True}
     marks = []
@@ -174,14 +172,12 @@ def _p_values(report: VerifyReport) -> Plot:
     )
 
 
-def _detection(report: VerifyReport) -> list[Plot]:
+def _detection(report: VerifyReport) -> Plot | None:
     best = report.best_by_position
-    if not best:
-        return []
     positions = [each.position + 1 for each in best]
     points = Points("", positions, [each.detectable_correction for each in best], 0, "line")
     axis = Axis("distance", low=0, grid=True)
-    plot = make_plot(
+    return make_plot(
         "detection" if report.planted is None else f"detection-{report.planted}",
         f"What the tests by position detect{_planted(report)}",
         f"The smallest total variation distance of the corrections that some test detects with probability"
@@ -190,7 +186,6 @@ def _detection(report: VerifyReport) -> list[Plot]:
         [Panel(150, [points], axis)],
         Axis("position in the draft", whole=True),
     )
-    return [plot]
 
 
 def _planted(report: VerifyReport) -> str:

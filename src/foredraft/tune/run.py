@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
-from foredraft.bench.settings import Progress, TuneSettings, silent
+from foredraft.bench.settings import Progress, TuneSettings, silent, without_prefill
 from foredraft.bench.workload import AS_IT_IS, PromptForm
 from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
@@ -253,12 +253,8 @@ def _load(
         longest = form.longest(tokenizer, prompts)
         return min(CALIBRATION_BATCH, len(prompts)), longest + _new_tokens(options, prompts)
 
-    def without_prefill(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":
-            progress(stage, done, total)
-
     given = {**loading, "draft_weights": options.draft_weights}
-    return load_for(needs, model, drafter="none", progress=without_prefill, **given)
+    return load_for(needs, model, drafter="none", progress=without_prefill(progress), **given)
 
 
 def _encode(
