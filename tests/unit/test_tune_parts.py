@@ -30,7 +30,7 @@ from foredraft.pages.report_page import CROSS
 from foredraft.pages.training import tuning_page as page
 from foredraft.tune import teacher_forced as calibration
 from foredraft.tune import tune_records
-from foredraft.tune.search import clasp, every_other, greedy, seed_plans, skips_of
+from foredraft.tune.search import clasp, greedy, seed_plans, skips_of
 from foredraft.tune.teacher_forced import (
     MIN_TOKENS,
     CalibrationTexts,
@@ -161,7 +161,6 @@ def test_rankings_begin_with_sub_layers_that_add_nothing(teacher_forced: Teacher
 
 def test_numbers_of_sub_layers_convert_to_skips() -> None:
     assert skips_of([5, 0, 3, 2]) == Skips((0, 1), (1, 2))
-    assert every_other(5) == Skips((1, 3), (1, 3))
 
 
 Seconds = Callable[[Plan], float]
