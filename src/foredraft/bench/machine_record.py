@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -32,11 +32,8 @@ INTERVAL = 0.005  # seconds between two samples of the resident memory
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """Return a description of the machine and the software, as plain values."""
     model = platform.processor() or "unknown"
-    try:
-        with open("/proc/cpuinfo") as lines:
-            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as lines:
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     found = {
         "cpu": model,
         "cores": os.cpu_count(),

@@ -223,17 +223,16 @@ class _Run:
 
 def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
     """Return the model, with its LoRAs; take `revision` out of the loading options."""
-    revision, loras = loading.pop("revision", None), loading.get("lora", ())
-    if model is not None:
-        return with_loras(resolve(model, revision), loras)
-    if revision is not None:
+    revision = loading.pop("revision", None)
+    if model is None and revision is not None:
         raise ConfigError(
             "but the demo model has no revisions",
             option="revision",
             value=revision,
             remedy="give the hub id of a model, or leave it out",
         )
-    return with_loras(demo.target_path(), loras)
+    found = demo.target_path() if model is None else resolve(model, revision)
+    return with_loras(found, loading.get("lora", ()))
 
 
 def _load(
