@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
@@ -20,9 +19,10 @@ from torch import Tensor
 import foredraft
 from foredraft.bench.bench_records import Bandwidth, ModelRecord
 from foredraft.loading.machine_limits import free_memory
-from foredraft.model.memory import dtype_name, release_freed, synchronise
+from foredraft.model.memory import dtype_name, release_freed
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
+from foredraft.profiling.timing import timed
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
 TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down
@@ -76,22 +76,11 @@ def bandwidth(device: torch.device) -> Bandwidth | None:
     source = torch.ones(BYTES // 4, device=device)
     if device.type == "cuda":
         target = torch.empty_like(source)
-        seconds = _fastest(lambda: target.copy_(source), device)
+        seconds = min(timed(lambda: target.copy_(source), device)[0] for _ in range(TRIES))
         return Bandwidth(2 * BYTES / seconds, f"device copy, bytes read and written, {many}")
-    seconds = _fastest(source.sum, device)
+    seconds = min(timed(source.sum, device)[0] for _ in range(TRIES))
     threads = torch.get_num_threads()
     return Bandwidth(BYTES / seconds, f"read: float32 sum, {threads} thread{'s'[: threads > 1]}, {many}")
-
-
-def _fastest(action: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(TRIES):
-        synchronise(device)
-        start = time.perf_counter()
-        action()
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 class Memory:

@@ -125,10 +125,8 @@ class HostWork:
     def __init__(self, engine: Engine, longest: int) -> None:
         self.engine, self.longest = engine, longest
         self.siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
-        autoregressive = any(
-            isinstance(drafter, AutoregressiveDrafter) for drafter in engine.drafters.values()
-        )
-        if not (autoregressive and engine.target.takes_leaves):
+        autoregressive = (isinstance(each, AutoregressiveDrafter) for each in engine.drafters.values())
+        if not (engine.target.takes_leaves and any(autoregressive)):
             self.siblings = 0
         self.batches: list[int] = []  # those that were asked for
         self.sound = True  # every round that was tried could be timed
@@ -194,10 +192,11 @@ class Reading:
     """What the draft models, which read texts in a cache of their own, take for a token more."""
 
     def __init__(self, engine: Engine) -> None:
-        passes = {name: drafter.draft_pass for name, drafter in engine.drafters.items()}
         self.device = engine.device
         self.readers = {
-            name: own for name, own in passes.items() if own is not None and own.runner is not engine.target
+            name: own
+            for name, drafter in engine.drafters.items()
+            if (own := drafter.draft_pass) is not None and own.runner is not engine.target
         }
 
     def ms(self, samples: Samples) -> dict[str, float]:
@@ -359,23 +358,19 @@ def measure_profile(
     steady = [known for each in forwards for known in each.steady(samples)]
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)
-    timed = [each for each in forwards if each.batch in host.batches]
     passes: dict[int, dict[int, float]] = {}  # batch -> columns of a row -> ms
-    for each in timed:
+    drafts: dict[
+        str, dict[int, tuple[float, float]]
+    ] = {}  # drafter -> batch -> ms of first and further steps
+    for each in (each for each in forwards if each.batch in host.batches):
         ms = each.ms(samples)
         passes[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
+        for name, drafter in engine.drafters.items():
+            if (steps := _draft_cost(ms, name, drafter, each.draft)) is not None:
+                drafts.setdefault(name, {})[each.batch] = steps
     if doubt is not None:
-        # No pass is dearer than where a token more a row takes `column` ms: samples may agree and still be
-        # disturbed, and without this a policy might never draft, and so never learn.
-        column = (ASSUMED_PASS - 1) * passes[1][1] / longest
-        passes = {
-            batch: {
-                n: min(by_width.get(n, math.inf), by_width[1] + batch * column * (n - 1))
-                for n in sorted({*by_width, longest + 1})
-            }
-            for batch, by_width in passes.items()
-        }
-    drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
+        passes = _bounded(passes, longest)
+    reads = reading.ms(samples)  # these draw no tokens, as drafts
 
     def table(draws: bool) -> CostTable:
         known = _with_host(passes, host.ms(samples, draws=draws), longest)
@@ -384,17 +379,19 @@ def measure_profile(
     return Profile(table(draws=False), table(draws=True), doubt, seconds)
 
 
-def _drafts(
-    engine: Engine, forwards: Sequence[Forwards], samples: Samples
-) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return drafter -> batch -> ms of the first and of a further step."""
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for each in forwards:
-        ms = each.ms(samples)
-        for name, drafter in engine.drafters.items():
-            if (steps := _draft_cost(ms, name, drafter, each.draft)) is not None:
-                found.setdefault(name, {})[each.batch] = steps
-    return found
+def _bounded(passes: dict[int, dict[int, float]], longest: int) -> dict[int, dict[int, float]]:
+    """Return passes none of which is dearer than where a token more a row takes `column` ms.
+
+    Samples may agree and still be disturbed, and without this a policy might never draft, and so never learn.
+    """
+    column = (ASSUMED_PASS - 1) * passes[1][1] / longest
+    return {
+        batch: {
+            n: min(by_width.get(n, math.inf), by_width[1] + batch * column * (n - 1))
+            for n in sorted({*by_width, longest + 1})
+        }
+        for batch, by_width in passes.items()
+    }
 
 
 def _doubt(seconds: float, budget: float, steady: Sequence[bool], sound: bool) -> str | None:

@@ -225,12 +225,9 @@ def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
     """Return the model, with its LoRAs; take `revision` out of the loading options."""
     revision = loading.pop("revision", None)
     if model is None and revision is not None:
-        raise ConfigError(
-            "but the demo model has no revisions",
-            option="revision",
-            value=revision,
-            remedy="give the hub id of a model, or leave it out",
-        )
+        remedy = "give the hub id of a model, or leave it out"
+        problem = "but the demo model has no revisions"
+        raise ConfigError(problem, option="revision", value=revision, remedy=remedy)
     found = demo.target_path() if model is None else resolve(model, revision)
     return with_loras(found, loading.get("lora", ()))
 
