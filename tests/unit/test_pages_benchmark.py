@@ -434,9 +434,6 @@ class TestPlots:
         for rows in ((), (plain,), (note,), (plain, drafted("a", "lookup", 1.2, over_peers=None))):
             assert "Foredraft benchmark" in page(report(rows=rows, notes=(), **empty)), rows
 
-    def test_the_same_records_give_the_same_page(self) -> None:
-        assert page(report()) == page(BenchReport.from_dict(report().as_dict()))
-
 
 class TestSelfContained:
     def test_the_page_has_no_external_references_and_no_scripts(self) -> None:

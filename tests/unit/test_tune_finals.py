@@ -12,8 +12,10 @@ import pytest
 import foredraft
 from foredraft import LLM
 from foredraft.bench.bench_records import Spread
+from foredraft.bench.figures import Runs
 from foredraft.bench.measurement import measure_costs
-from foredraft.bench.settings import TuneSettings
+from foredraft.bench.settings import TuneSettings, silent
+from foredraft.bench.workload import Group
 from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
 from foredraft.tune import finals as finals_module
@@ -36,10 +38,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every cost a few times only, since no test here asks for exact ones."""
     monkeypatch.setattr(finals_module, "measure_costs", partial(measure_costs, repeats=3))
-
-
-def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
 
 
 def decode(llm: LLM, trial: Trial = TRIAL, **options: float) -> Finalist:
@@ -83,18 +81,15 @@ def test_few_tokens_leave_tau_inaccurate(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert decode(llm, new_tokens=4, temperature=0.0).tau_error == 0
 
 
-def timings(speeds: list[list[float]]) -> Any:
-    """Runs at these speeds [prompt][repeat], in tokens per second, with equal tokens."""
-    return [
-        [SimpleNamespace(tokens_per_second=speed, tokens=[[1, 2]], stats=Stats()) for speed in several]
-        for several in speeds
-    ]
-
-
 def finalist(ratios: list[float], skips: str = "skip:attn=1") -> Finalist:
-    agreement = Agreement(1.8, 1.8, 0.0)
-    plain, own = timings([[10.0]] * len(ratios)), timings([[10 * ratio] for ratio in ratios])
-    return finals_module._finalist(replace(TRIAL, skips=skips), plain, own, 0.5, agreement, 0.0)
+    """Return the finalist of plans that run at these ratios, one for each prompt, with equal tokens."""
+
+    def timing(speed: float) -> Any:
+        return SimpleNamespace(tokens_per_second=speed, tokens=[[1, 2]], stats=Stats())
+
+    runs = [Runs(Group((0,), True), {"none": [timing(10)], "own": [timing(10 * ratio)]}) for ratio in ratios]
+    trial = replace(TRIAL, skips=skips)
+    return finals_module._finalist("own", trial, runs, 0.5, Agreement(1.8, 1.8, 0.0), 0.0)
 
 
 def test_the_sign_test_gives_the_binomial_tail() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import LLM, SamplingParams, user_cache
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
+from foredraft.bench.settings import silent
 from foredraft.cli.bench import tune_lines
 from foredraft.drafters.lookup import repeated
 from foredraft.drafters.plan_files import model_hash
@@ -78,10 +79,6 @@ def llm(folder: Path) -> LLM:
 
 
 PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(12)]
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    return None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -168,12 +165,25 @@ V = {2: 1.1, 3: 1.2, 4: 1.3}
 START = 0.07
 
 
+def fake_turns(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[Any, Any]], Any]) -> None:
+    """Let works take these seconds in turns, instead of running them."""
+
+    class Turns:
+        def __init__(self, works: dict[Any, Any], *_: object, **__: object) -> None:
+            self.seconds = seconds(works)
+
+        def take(self, **_: object) -> None:
+            return None
+
+    monkeypatch.setattr(tune_records, "TimedTurns", Turns)
+
+
 def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, float] = V) -> None:
     """Fake a machine whose plain step takes 2 s and 3 s by turns, with all else in proportion.
 
     In plain steps, a draft takes START, and `seconds(plan)` for each of its steps."""
 
-    def interleaved(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
+    def timed(works: dict[Any, Any]) -> dict[Any, list[float]]:
         found = {}
         for key in works:
             plan, length = key if key != "step" else (key, 0)
@@ -183,7 +193,7 @@ def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int,
             found[key] = [2 * own, 3 * own, 2 * own, 3 * own]
         return found
 
-    monkeypatch.setattr(tune_records, "interleaved", interleaved)
+    fake_turns(monkeypatch, timed)
     monkeypatch.setattr(tune_records, "measure_exit_costs", lambda *_: None)
 
 
@@ -286,13 +296,13 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
 
-    def timed(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
+    def timed(works: dict[Any, Any]) -> dict[Any, list[float]]:
         verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in (1, 2) for rows in (2, 3, 4)}
         rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in (1, 2)}
         assert works.keys() == {"step", *verify, *rounds}
         return {"step": [2.0] * 3, **verify, **rounds}
 
-    monkeypatch.setattr(tune_records, "interleaved", timed)
+    fake_turns(monkeypatch, timed)
     found = measure_exit_costs(llm.loaded, 20, 3, 3, int)
     for exit in (1, 2, 5):
         step, verifying = found.at(exit)
@@ -325,11 +335,7 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
-    monkeypatch.setattr(
-        tune_records,
-        "interleaved",
-        lambda given, *_, **__: works.update(given) or {key: [1.0] for key in given},
-    )
+    fake_turns(monkeypatch, lambda given: works.update(given) or {key: [1.0] for key in given})
     measure_exit_costs(llm.loaded, 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
     if runner.by_kernels:

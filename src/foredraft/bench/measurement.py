@@ -65,7 +65,7 @@ class CostMeter:
         if (load := watch.load()) is not None:
             self._loads.append(load)
 
-    def costs(self, read_seconds: float | None = None, workload: str | None = None) -> ForwardCosts:
+    def costs(self, read_seconds: float | None, workload: str | None) -> ForwardCosts:
         """Return the costs of all turns so far, one at least."""
         seconds = self._turns.seconds
         step = median(seconds[1])
@@ -90,22 +90,13 @@ class CostMeter:
 
 
 def measure_costs(
-    loaded: Loaded,
-    batch: int,
-    context: int,
-    longest: int,
-    *,
-    read_seconds: float | None = None,
-    repeats: int = REPEATS,
-    after: Callable[[], object] = lambda: None,
+    loaded: Loaded, batch: int, context: int, longest: int, *, repeats: int = REPEATS
 ) -> ForwardCosts:
-    """Measure the costs in one go; `after` is called after the warm-up, and after every turn."""
+    """Measure the costs in one go."""
     meter = CostMeter(loaded, batch, context, longest)
-    after()
     for _ in range(repeats):
         meter.turn()
-        after()
-    return meter.costs(read_seconds)
+    return meter.costs(None, None)
 
 
 def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> float:

@@ -380,11 +380,10 @@ def tune_lines(report: TuneReport, width: int | None = None) -> list[str]:
     )
     rows = []
     for one in report.finalists:
-        figures = (one.predicted, one.c, one.alpha, one.tau, one.predicted_tau, one.trial_tau)
         quartiles = f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}"
         identical = {True: "yes", False: "NO", None: "not comparable"}[one.identical]
         speed = (one.skips, str(one.draft), f"{one.speedup.median:.2f}", quartiles)
-        rows.append((*speed, *(f"{figure:.2f}" for figure in figures), identical))
+        rows.append((*speed, *(f"{figure:.2f}" for figure in one.figures), identical))
     shown += ["", *table([COLUMNS, *rows], width, keys=2)] if rows else []
     return [*shown, "", verdict(report), *report.notes]
 

@@ -22,7 +22,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    render,
 )
 
 REMARK = (
@@ -38,24 +37,19 @@ COUNTED = "A prompt counts if plain decoding repeats less than {:.0%} of its 4-g
 def benchmark_page(report: BenchReport) -> str:
     """Return the whole HTML document."""
     limit = report.options.get("max_repeated")
-    return render(
-        ReportPage(
-            title="Foredraft benchmark",
-            verdicts=_verdicts(report),
-            facts=_facts(report),
-            tables=[
-                table
-                for batch in sorted({row.batch for row in report.rows})
-                for table in _tables(report, batch)
-                if table.groups
-            ],
-            remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
-            plots=plots(report),
-            notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
-            details={"Options": report.options, "Machine": report.machine},
-            finished=report.finished,
-        )
-    )
+    return ReportPage(
+        title="Foredraft benchmark",
+        verdicts=_verdicts(report),
+        facts=_facts(report),
+        tables=[
+            table for batch in sorted({row.batch for row in report.rows}) for table in _tables(report, batch)
+        ],
+        remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
+        plots=plots(report),
+        notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
+        details={"Options": report.options, "Machine": report.machine},
+        finished=report.finished,
+    ).html()
 
 
 def _verdicts(report: BenchReport) -> list[PageVerdict]:

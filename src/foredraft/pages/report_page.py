@@ -67,10 +67,8 @@ class Points:
     number: int | None = None  # number of the colour and of the marker; None is the ink
     line: str = ""  # "": none, "line" or "steps" join the points
     marked: bool = True  # each point has a marker
-    hollow: bool = False  # markers are not filled
     spreads: Sequence[tuple[float, float]] = ()  # for each point, the ends of a bar of errors
     along: str = "y"  # the axis of these bars, "x" or "y"
-    notes: Sequence[str] = ()  # for each point, a text beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +227,7 @@ def _points(mark: Points, x: _Scale, y: _Scale) -> Iterator[str]:
         ends = (x(low), down, x(high), down) if mark.along == "x" else (right, y(low), right, y(high))
         yield _line(*ends, colour, 1.1)
     if mark.marked:
-        yield from (_marker(right, down, mark.number, hollow=mark.hollow) for right, down in places)
-    for (right, down), note in zip(places, mark.notes, strict=False):
-        yield _text(right + 4, down - 4, note, size=SMALL)
+        yield from (_marker(right, down, mark.number) for right, down in places)
 
 
 def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
@@ -253,7 +249,7 @@ def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
             if mark.line:
                 parts.append(_line(left, height, left + LEGEND_MARK, height, _colour(mark.number), 1.4))
             if mark.marked:
-                parts.append(_marker(middle, height, mark.number, hollow=mark.hollow))
+                parts.append(_marker(middle, height, mark.number))
         parts.append(_text(left + LEGEND_MARK + GAP, height + 0.35 * FONT, shown))
         left += wide
     return "".join(parts), top + LINE + GAP if entries else 0.0
@@ -317,10 +313,9 @@ def _box(x1: float, y1: float, x2: float, y2: float, number: int | None) -> str:
     return f'{box}<path d="{CROSS}" transform="{middle}" fill="none" stroke="{INK}"/>'
 
 
-def _marker(x: float, y: float, number: int | None, *, hollow: bool) -> str:
-    shape = MARKERS[(number or 0) % len(MARKERS)]
-    edge = _colour(number)
-    style = f"fill:{'none' if hollow else edge};stroke:{edge}"
+def _marker(x: float, y: float, number: int | None) -> str:
+    shape, colour = MARKERS[(number or 0) % len(MARKERS)], _colour(number)
+    style = f"fill:{colour};stroke:{colour}"
     return f'<path d="{shape}" transform="translate({x:.2f},{y:.2f})" style="{style}"/>'
 
 
@@ -399,16 +394,16 @@ class ReportPage:
     details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # plain values, by heading
     finished: bool = True  # False if the work was interrupted
 
-
-def render(page: ReportPage) -> str:
-    """Return the whole HTML document."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = (files("foredraft.pages") / "report_page.html").read_text(encoding="utf-8")
-    environment.filters["plain"] = _formatted
-    drawn = [(plot, Markup(plot.svg)) for plot in page.plots if plot is not None]
-    return environment.from_string(template).render(page=page, plots=drawn)
+    def html(self) -> str:
+        """Return the whole document; a table without lines is left out."""
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        environment.filters["plain"] = _formatted
+        template = (files("foredraft.pages") / "report_page.html").read_text(encoding="utf-8")
+        drawn = [(plot, Markup(plot.svg)) for plot in self.plots if plot is not None]
+        tables = [table for table in self.tables if any(table.groups.values())]
+        return environment.from_string(template).render(page=self, tables=tables, plots=drawn)
 
 
 def make_plot(

@@ -20,7 +20,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    render,
 )
 from foredraft.train.trainers import Result
 from foredraft.tune.tune_records import Finalist, Trial, TuneReport
@@ -45,29 +44,26 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
     steps = [entry for entry in journal if "loss" in entry]
     end = "the validation got no better" if result.stopped_early else "all steps are done"
     table = Table("Validations", "step", [*COLUMNS.values(), "draft length"], {"": _lines(validations)})
-    return render(
-        ReportPage(
-            title=f"Foredraft training of {TITLES[what]}",
-            verdicts=[
-                PageVerdict(
-                    "good" if result.predicted > 1 else "bad",
-                    f"The best one is predicted to run at {result.predicted:.2f} × plain decoding.",
-                )
-            ],
-            facts={
-                "written to": result.out,
-                "training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s;"
-                f" {end}",
-                "documents": f"{result.documents:,} to learn from, {result.held_out:,} held out,"
-                f" {result.skipped:,} bad lines left out",
-                "checkpoints and logs": result.work,
-            },
-            tables=[table] if validations else [],
-            remark=REMARK if validations else "",
-            plots=[*_validation(validations), _learning(steps)],
-            details={"Options": options},
-        )
-    )
+    return ReportPage(
+        title=f"Foredraft training of {TITLES[what]}",
+        verdicts=[
+            PageVerdict(
+                "good" if result.predicted > 1 else "bad",
+                f"The best one is predicted to run at {result.predicted:.2f} × plain decoding.",
+            )
+        ],
+        facts={
+            "written to": result.out,
+            "training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s; {end}",
+            "documents": f"{result.documents:,} to learn from, {result.held_out:,} held out,"
+            f" {result.skipped:,} bad lines left out",
+            "checkpoints and logs": result.work,
+        },
+        tables=[table],
+        remark=REMARK,
+        plots=[*_validation(validations), _learning(steps)],
+        details={"Options": options},
+    ).html()
 
 
 def _lines(validations: Entries) -> list[Line]:
@@ -159,23 +155,21 @@ def tuning_page(report: TuneReport) -> str:
     """Return the whole HTML document."""
     lines = [Line(finalist.skips, _cells(finalist)) for finalist in report.finalists]
     table = Table("The best plans in real decoding", "plan", TRIAL_COLUMNS, {"": lines})
-    return render(
-        ReportPage(
-            title="Foredraft search",
-            verdicts=[_verdict(report)],
-            facts=_facts(report),
-            tables=[table] if lines else [],
-            remark=TRIAL_REMARK if lines else "",
-            plots=[_history(report.trials), _layers(report), _importance(report)],
-            notes=(*report.doubts, *report.unwritten, *report.notes),
-            details={
-                "Options": report.options,
-                "Seconds": {stage: round(seconds, 1) for stage, seconds in report.seconds.items()},
-                "Machine": report.machine,
-            },
-            finished=report.finished,
-        )
-    )
+    return ReportPage(
+        title="Foredraft search",
+        verdicts=[_verdict(report)],
+        facts=_facts(report),
+        tables=[table],
+        remark=TRIAL_REMARK,
+        plots=[_history(report.trials), _layers(report), _importance(report)],
+        notes=(*report.doubts, *report.unwritten, *report.notes),
+        details={
+            "Options": report.options,
+            "Seconds": {stage: round(seconds, 1) for stage, seconds in report.seconds.items()},
+            "Machine": report.machine,
+        },
+        finished=report.finished,
+    ).html()
 
 
 def _verdict(report: TuneReport) -> PageVerdict:
@@ -225,12 +219,7 @@ def _cells(finalist: Finalist) -> list[Cell]:
             f"{finalist.speedup.median:.2f}", f"{quartiles}, {finalist.faster} of {finalist.prompts} faster"
         ),
         exactness[finalist.identical],
-        Cell(f"{finalist.predicted:.2f}"),
-        Cell(f"{finalist.c:.2f}"),
-        Cell(f"{finalist.alpha:.2f}"),
-        Cell(f"{finalist.tau:.2f}"),
-        Cell(f"{finalist.predicted_tau:.2f}"),
-        Cell(f"{finalist.trial_tau:.2f}"),
+        *(Cell(f"{figure:.2f}") for figure in finalist.figures),
         Cell(f"{finalist.repeated.median:.0%}"),
     ]
 

@@ -20,7 +20,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    render,
 )
 from foredraft.verify.verify_records import (
     FAILED,
@@ -55,20 +54,18 @@ LEAST = 1e-12  # p-values below it are drawn at it
 def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str | None]) -> str:
     """Return the whole HTML document."""
     first = reports[0]
-    return render(
-        ReportPage(
-            title="Foredraft verification",
-            verdicts=[_verdict(report) for report in reports],
-            facts=_facts(first, names),
-            tables=[table for report in reports for table in _tables(report)],
-            remark=REMARK.format(
-                power=first.power, level=min(test.level for test in first.tests), family=first.family_level
-            ),
-            plots=[plot for report in reports for plot in (_p_values(report), _detection(report))],
-            notes=[f"Weak evidence: {doubt}." for report in reports for doubt in report.doubts],
-            details={"Set-up": first.about},
-        )
-    )
+    return ReportPage(
+        title="Foredraft verification",
+        verdicts=[_verdict(report) for report in reports],
+        facts=_facts(first, names),
+        tables=[table for report in reports for table in _tables(report)],
+        remark=REMARK.format(
+            power=first.power, level=min(test.level for test in first.tests), family=first.family_level
+        ),
+        plots=[plot for report in reports for plot in (_p_values(report), _detection(report))],
+        notes=[f"Weak evidence: {doubt}." for report in reports for doubt in report.doubts],
+        details={"Set-up": first.about},
+    ).html()
 
 
 def _verdict(report: VerifyReport) -> PageVerdict:
@@ -114,9 +111,8 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
     by_position = {
         _name(test): [_position(each) for each in test.positions] for test in report.tests if test.positions
     }
-    if by_position:
-        columns = ("tokens", "corrected", "χ²", "p-value", "detects", "corrections", "outcome")
-        yield Table(f"Tokens by position of the draft{suffix}", "position", columns, by_position)
+    columns = ("tokens", "corrected", "χ²", "p-value", "detects", "corrections", "outcome")
+    yield Table(f"Tokens by position of the draft{suffix}", "position", columns, by_position)
 
 
 def _identity(identity: Identity, run: TextRun) -> Line:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -76,23 +76,6 @@ class TimedTurns:
             if counts:
                 self.seconds[key].append(taken)
         self._backwards = not self._backwards
-
-
-def interleaved(
-    works: Mapping[Any, Work],
-    device: torch.device,
-    repeats: int,
-    *,
-    warm: int = 4,
-    settle: float | None = None,
-    after: Work = lambda: None,
-) -> dict[Hashable, list[float]]:
-    """Return the seconds of each work in `repeats` turns; `after` is called after each."""
-    turns = TimedTurns(works, device, settle)
-    for turn in range(-warm, repeats):
-        turns.take(counts=turn >= 0)
-        after()
-    return turns.seconds
 
 
 @contextmanager

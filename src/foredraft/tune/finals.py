@@ -20,9 +20,10 @@ from typing import NamedTuple
 import foredraft
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
 from foredraft.bench.contender import ForedraftContender, Timing
+from foredraft.bench.figures import Runs
 from foredraft.bench.measurement import measure_costs
 from foredraft.bench.settings import Progress, TuneSettings
-from foredraft.bench.workload import turns
+from foredraft.bench.workload import Group, turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip, LowBit
@@ -145,8 +146,6 @@ MAX_PROMPTS = 16  # held-out prompts to decode; at 16, 13 wins are significant (
 MAX_TURNS = 24  # runs over all prompts until τ must be accurate enough
 PLAIN = "none"
 
-Runs = list[list[Timing]]  # by prompt, then by repeat
-
 
 def decode_finalists(
     llm: LLM,
@@ -180,9 +179,9 @@ def decode_finalists(
         context = int(median(map(len, prompts))) + options.new_tokens // 2
         costs = measure_costs(llm.loaded, 1, context, max(trial.draft for trial in trials)).drafting
         for name, trial in names.items():
-            agreement = _agreement(trial, prompts, options, contenders[name], runs[name], drafting)
+            agreement = _agreement(trial, prompts, options, contenders[name], runs, drafting)
             c = costs[name].of(trial.draft) / trial.draft
-            finalists.append(_finalist(trial, runs[PLAIN], runs[name], c, agreement, options.temperature))
+            finalists.append(_finalist(name, trial, runs, c, agreement, options.temperature))
     return finalists
 
 
@@ -191,19 +190,19 @@ def _run_in_turns(
     options: TuneSettings,
     contenders: Sequence[ForedraftContender],
     progress: Progress,
-) -> dict[str, Runs]:
+) -> list[Runs]:
     """Time all contenders on every prompt, by turns within each repeat."""
-    runs: dict[str, Runs] = {contender.name: [] for contender in contenders}
+    found: list[Runs] = []
     for done, prompt in enumerate(prompts):
-        for own in runs.values():
-            own.append([])
+        timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
         for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
             for contender in turns(contenders, repeat):
                 timing = contender.run([prompt], options.new_tokens)
                 if repeat >= 0:
-                    runs[contender.name][-1].append(timing)
+                    timings[contender.name].append(timing)
+        found.append(Runs(Group((done,), True), timings))
         progress("decode", done + 1, len(prompts))
-    return runs
+    return found
 
 
 def _agreement(
@@ -211,7 +210,7 @@ def _agreement(
     prompts: Sequence[list[int]],
     options: TuneSettings,
     contender: ForedraftContender,
-    runs: Runs,
+    runs: Sequence[Runs],
     drafting: Runner | None,
 ) -> Agreement:
     """Compare decoded and predicted τ over the timed runs, and over more runs until τ is accurate enough."""
@@ -221,7 +220,7 @@ def _agreement(
     error = 0.0
     for turn in range(MAX_TURNS):
         if turn < options.repeats:
-            timings = [repeats[turn] for repeats in runs]
+            timings = [each.timings[contender.name][turn] for each in runs]
         else:
             timings = [contender.run([prompt], options.new_tokens) for prompt in prompts]
         pairs = [
@@ -245,15 +244,13 @@ def _agreement(
 
 
 def _finalist(
-    trial: Trial, plain: Runs, own: Runs, c: float, agreement: Agreement, temperature: float
+    name: str, trial: Trial, runs: Sequence[Runs], c: float, agreement: Agreement, temperature: float
 ) -> Finalist:
-    """Summarise the runs of a plan (`own`) and of plain decoding; `c` is the cost of a draft token."""
-    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(own, plain, strict=True)]
-    ratios = [median(a.tokens_per_second / b.tokens_per_second for a, b in prompt) for prompt in pairs]
-    stats = Stats.merge(timing.stats for runs in own for timing in runs if timing.stats is not None)
-    identical = all(a.tokens == b.tokens for prompt in pairs for a, b in prompt)
+    """Summarise the runs of a plan beside plain decoding; `c` is the cost of a draft token."""
+    ratios = [each.ratio(name, PLAIN) for each in runs]
+    tokens = ([[timing.tokens for timing in each.timings[key]] for key in (name, PLAIN)] for each in runs)
     speedup = Spread.of(ratios)
-    repetition = Spread.of(repeated(runs[0].tokens[0]) for runs in own)
+    repetition = Spread.of(repeated(each.timings[name][0].tokens[0]) for each in runs)
     assert speedup is not None and repetition is not None
     return Finalist(
         skips=trial.skips,
@@ -261,11 +258,11 @@ def _finalist(
         predicted=trial.predicted,
         predicted_tau=agreement.predicted_tau,
         tau=agreement.tau,
-        alpha=stats.alpha or 0.0,
+        alpha=Stats.merge(each.stats(name) for each in runs).alpha or 0.0,
         c=c,
         speedup=speedup,
-        identical=identical if temperature == 0 else None,
-        prompts=len(own),
+        identical=all(own == plain for own, plain in tokens) if temperature == 0 else None,
+        prompts=len(runs),
         repeated=repetition,
         faster=sum(ratio > 1 for ratio in ratios),
         trial_tau=trial.taus[trial.draft - 1],

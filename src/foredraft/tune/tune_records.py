@@ -33,7 +33,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Resume, Runner
 from foredraft.model.spec import Plan
-from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
+from foredraft.profiling.timing import BareForwards, TimedDraws, TimedTurns, Work, draft_seconds, in_sequence
 from foredraft.tune.teacher_forced import Floats
 
 Line = tuple[float, float]  # (intercept, slope by layer)
@@ -183,11 +183,13 @@ def _timed(
     bare: BareForwards, works: Mapping[Any, Work], repeats: int, after: Callable[[], None]
 ) -> tuple[dict[Any, list[float]], float]:
     """Return what works take, in plain steps of the same turns, and the seconds of a plain step."""
-    works = {"step": bare.verify(1), **works}
-    seconds = interleaved(works, bare.cache.device, repeats, warm=1, settle=0.0, after=after)
-    plain = seconds.pop("step")
+    turns = TimedTurns({"step": bare.verify(1), **works}, bare.cache.device, settle=0.0)
+    for turn in range(-1, repeats):  # the first one warms up
+        turns.take(counts=turn >= 0)
+        after()
+    plain = turns.seconds["step"]
     return {
-        key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()
+        work: [own / step for own, step in zip(turns.seconds[work], plain, strict=True)] for work in works
     }, median(plain)
 
 
@@ -244,6 +246,11 @@ class Finalist:
     faster: int  # number of prompts on which the plan was faster, by the medians of `speedup`
     trial_tau: float  # τ on the calibration texts, from which `predicted` comes
     tau_error: float = 0.0  # standard error of `tau` ÷ `tau`; 0 at temperature 0
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """The figures of its line in a table, beside its speed."""
+        return self.predicted, self.c, self.alpha, self.tau, self.predicted_tau, self.trial_tau
 
     @property
     def objection(self) -> str | None:
