@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -54,7 +53,7 @@ class DraftsAlways(Policy):
     def __init__(self, loaded: Policy) -> None:
         self.name, self.max_draft = loaded.name, loaded.max_draft
 
-    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+    def decide(self, rows: Sequence[Candidates]) -> list[Decision]:
         decisions = []
         for row in rows:
             # Samples of a prompt begin with different drafters, so that each meets every position of a text.
