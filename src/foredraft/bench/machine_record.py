@@ -113,14 +113,12 @@ class Memory:
         """Measure the peak of the memory added while entered."""
         peaks: list[int] = []
         before = self.held_after_release()
-        if not self.measurable or self.device.type == "cuda":
-            if self.measurable:
-                torch.cuda.reset_peak_memory_stats(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
             yield peaks
-            peaks.append(torch.cuda.max_memory_allocated(self.device) - before if self.measurable else 0)
+            peaks.append(torch.cuda.max_memory_allocated(self.device) - before)
             return
-        stopped = threading.Event()
-        samples = [before]
+        stopped, samples = threading.Event(), [before]
 
         def sample() -> None:
             while not stopped.wait(INTERVAL):
