@@ -33,14 +33,13 @@ from foredraft.cli.sections import NONE, Given, declared_in, measured, option, s
 from foredraft.cli.words import check_places, print_error, read_prompts, table, with_weights, write_report
 from foredraft.errors import ConfigError
 from foredraft.kinds.tables import DRAFTERS
-from foredraft.verify import VerifySettings
-from foredraft.verify.verify_records import ALWAYS, MEANINGS, POSITIONS, TESTS, Divergence, Identity, Verdict
+from foredraft.verify import Divergence, Identity, VerifyReport, VerifySettings
+from foredraft.verify.verify_records import ALWAYS, MEANINGS, POSITIONS, TESTS, Verdict
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import PromptForm
     from foredraft.cli.render import ProgressBars
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.verify import VerifyReport
 
 VERIFY = {
     "prompts": option(

@@ -149,7 +149,6 @@ class RoundTimer(Observer):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.seconds: dict[Phase, float] = {"round": 0.0, "draft": 0.0, "verify": 0.0}  # by phase
-        self.rounds = 0  # count
 
     def phase(self, phase: Phase) -> AbstractContextManager[object]:
         return self._timed(phase) if phase in self.seconds else SILENT.phase(phase)
@@ -161,7 +160,6 @@ class RoundTimer(Observer):
         yield
         synchronise(self.engine.device)
         self.seconds[phase] += time.perf_counter() - start
-        self.rounds += phase == "round"
 
     @property
     def host(self) -> float:
