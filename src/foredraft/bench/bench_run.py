@@ -21,8 +21,8 @@ from foredraft.bench.bench_records import (
 from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import check_policy, resolve_methods, resolve_policies
 from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
-from foredraft.bench.measurement import Measurement, Progress
-from foredraft.bench.settings import BenchSettings, without_prefill
+from foredraft.bench.measurement import Measurement
+from foredraft.bench.settings import BenchSettings, Progress, silent, without_prefill
 from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
@@ -44,7 +44,7 @@ def bench(
     model: str | None = None,
     truncate: Literal["left"] | None = None,
     form: PromptForm = AS_IT_IS,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = silent,
     spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
 ) -> BenchReport:

@@ -9,7 +9,7 @@ disturbed is taken again (`profiling.others`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -31,7 +31,7 @@ from foredraft.bench.contender import BenchContext, Contender, LineUp, Timing
 from foredraft.bench.contenders import CONTENDERS, PLAIN
 from foredraft.bench.figures import Runs, Series, make_row
 from foredraft.bench.machine_record import Memory
-from foredraft.bench.settings import BenchSettings
+from foredraft.bench.settings import BenchSettings, Progress
 from foredraft.bench.workload import Group, groups_of, turns
 from foredraft.doctor.teacher_forced import read_text
 from foredraft.drafters.lookup import repeated
@@ -108,8 +108,6 @@ def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence
 
 
 PROFILED_GROUPS = 3  # of prompts, on which the parts of a round are timed: a mean round needs no more
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
