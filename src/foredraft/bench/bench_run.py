@@ -167,12 +167,8 @@ def _load(
     largest = max(options.batch)
     max_batch = loading.get("max_batch") or largest  # the default on a CPU may be fewer rows, and others wait
     if max_batch < largest:
-        raise ConfigError(
-            ("but ", Option("batch"), f" asks for {largest}"),
-            option="max_batch",
-            value=max_batch,
-            remedy="leave it out",
-        )
+        problem = ("but ", Option("batch"), f" asks for {largest}")
+        raise ConfigError(problem, option="max_batch", value=max_batch, remedy="leave it out")
 
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
         if tokenizer is None:

@@ -216,10 +216,8 @@ class LlamaCpp(Contender):
             context.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = library.llama_init_from_model(self._model, context)
         if not self._context:
-            raise ConfigError(
-                f"{self.name} has no memory for {self._positions} positions",
-                remedy=("lower ", Option("max_length")),
-            )
+            problem = f"{self.name} has no memory for {self._positions} positions"
+            raise ConfigError(problem, remedy=("lower ", Option("max_length")))
         self._batch = library.llama_batch_init(self._positions, 0, 1)
         self._vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
 

@@ -351,11 +351,8 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
     if file is not None:
         return read_prompts((), file, model)
     if model is not None:
-        raise ConfigError(
-            "is required with a model of your own",
-            option="prompts",
-            remedy="give a file with one prompt per line",
-        )
+        problem = "is required with a model of your own"
+        raise ConfigError(problem, option="prompts", remedy="give a file with one prompt per line")
     from foredraft import demo
     from foredraft.bench.workload import load_workloads
 

@@ -285,12 +285,9 @@ def options_of(verifying: VerifyOptions, drafting: Given) -> list[VerifySettings
     own, name = declared_in(VerifySettings, verifying), verifying.get("self_test")
     rule = drafting.get("acceptance")
     if name != ALL and name not in (None, *DEFECTS):
-        raise ConfigError(
-            "which is no defect to plant",
-            option="self_test",
-            value=name,
-            remedy=f"give {', '.join(DEFECTS)} or {ALL}, and prompts before the option",
-        )
+        problem = "which is no defect to plant"
+        remedy = f"give {', '.join(DEFECTS)} or {ALL}, and prompts before the option"
+        raise ConfigError(problem, option="self_test", value=name, remedy=remedy)
     planted = [name]
     if name == ALL:
         planted = [defect for defect, kind in DEFECTS.items() if rule in (None, kind.rule) or not kind.rule]

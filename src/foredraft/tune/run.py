@@ -93,10 +93,8 @@ def _check_layers(spec: ModelSpec) -> None:
     """Raise ConfigError where the layers of a model cannot be skipped one by one."""
     if spec.producers or spec.layer_input_size:
         what = "read the keys and values of others" if spec.producers else "take inputs besides their states"
-        raise ConfigError(
-            f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}",
-            remedy=("load it with ", Option("plan", "exit:LAYER")),
-        )
+        problem = f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}"
+        raise ConfigError(problem, remedy=("load it with ", Option("plan", "exit:LAYER")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,12 +361,9 @@ class Search:
                 best = max(best, predicted)
                 report()
         if not self.trials():
-            raise ConfigError(
-                "but no trial was completed in that time",
-                option="timeout",
-                value=self.options.timeout,
-                remedy=("raise ", Option("timeout"), " or lower ", Option("tokens")),
-            )
+            problem = "but no trial was completed in that time"
+            remedy = ("raise ", Option("timeout"), " or lower ", Option("tokens"))
+            raise ConfigError(problem, option="timeout", value=self.options.timeout, remedy=remedy)
         if self.exhausted and done < total:
             progress("trials", done, done, f"all {self.plan_count} plans were tried")
 

@@ -92,11 +92,9 @@ def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[i
     """Split different prompts, in a fixed random order, into those for calibration and those held out."""
     different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
     if len(different) < 2:
-        raise ConfigError(
-            "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts",
-            option="prompts",
-            remedy="give two or more different prompts, since some are held out",
-        )
+        problem = "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts"
+        remedy = "give two or more different prompts, since some are held out"
+        raise ConfigError(problem, option="prompts", remedy=remedy)
     random.Random(0).shuffle(different)
     count = calibration_prompt_count(len(different))
     held_out = different[1::HELD_OUT_EVERY]
@@ -136,12 +134,9 @@ def write_calibration_texts(
     if done >= min(tokens, MIN_TOKENS):
         progress("calibrate", done, done)  # the prompts give no more
         return CalibrationTexts(tuple(texts), temperature)
-    raise ConfigError(
-        f"but the prompts give {done} new tokens without repetition",
-        option="tokens",
-        value=tokens,
-        remedy=("give more prompts or lower ", Option("tokens")),
-    )
+    problem = f"but the prompts give {done} new tokens without repetition"
+    remedy = ("give more prompts or lower ", Option("tokens"))
+    raise ConfigError(problem, option="tokens", value=tokens, remedy=remedy)
 
 
 def _generate_texts(

@@ -222,10 +222,8 @@ class PlainTarget:
                 logits[None, None], SamplingTable.of([params], logits.device), None, context
             )
             if not finite.item():
-                raise RequestError(
-                    "the target's logits are not finite, so there is no distribution to sample from",
-                    remedy="give another model or dtype",
-                )
+                problem = "the target's logits are not finite, so there is no distribution to sample from"
+                raise RequestError(problem, remedy="give another model or dtype")
             weights = transformed.dense(logits.shape[0])[0, 0].to("cpu", torch.float64)
             return weights / weights.sum()
 
