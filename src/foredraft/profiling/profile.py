@@ -358,11 +358,12 @@ def measure_profile(
     steady = [known for each in forwards for known in each.steady(samples)]
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)
-    passes: dict[int, dict[int, float]] = {}  # batch -> columns of a row -> ms
-    drafts: dict[
-        str, dict[int, tuple[float, float]]
-    ] = {}  # drafter -> batch -> ms of first and further steps
-    for each in (each for each in forwards if each.batch in host.batches):
+    # batch -> columns of a row -> ms, and drafter -> batch -> ms of the first and of a further step
+    passes: dict[int, dict[int, float]] = {}
+    drafts: dict[str, dict[int, tuple[float, float]]] = {}
+    for each in forwards:
+        if each.batch not in host.batches:
+            continue
         ms = each.ms(samples)
         passes[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
         for name, drafter in engine.drafters.items():
