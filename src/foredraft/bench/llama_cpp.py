@@ -178,7 +178,14 @@ class LlamaCpp(Contender):
     batch_sizes = (1,)
 
     def __init__(self, context: BenchContext) -> None:
-        _check_supported(context)
+        for fits, does, option, value in (
+            (context.device.type == "cpu", "runs on the CPU only", "device", context.device),
+            (context.dtype in SUPPORTED, "takes float32 or bfloat16", "dtype", dtype_name(context.dtype)),
+            (not context.temperature, "decodes greedily", "temperature", context.temperature),
+        ):
+            if not fits:
+                problem = (f"llama.cpp {does} here, but ", Option(option), f" is {value}")
+                raise ConfigError(problem, remedy=LEAVE_OUT)
         self._library = module("llama_cpp", self.name)
         self._library.llama_log_set(_log_callback(self._library.llama_log_callback), ctypes.c_void_p(0))
         self._model: Any = None
@@ -284,17 +291,6 @@ class LlamaCpp(Contender):
         code = self._library.llama_decode(self._context, batch)
         if code:
             raise ConfigError(f"{self.name} failed at position {position} (code {code})", remedy=LEAVE_OUT)
-
-
-def _check_supported(context: BenchContext) -> None:
-    for fits, does, option, value in (
-        (context.device.type == "cpu", "runs on the CPU only", "device", context.device),
-        (context.dtype in SUPPORTED, "takes float32 or bfloat16", "dtype", dtype_name(context.dtype)),
-        (not context.temperature, "decodes greedily", "temperature", context.temperature),
-    ):
-        if not fits:
-            problem = (f"llama.cpp {does} here, but ", Option(option), f" is {value}")
-            raise ConfigError(problem, remedy=LEAVE_OUT)
 
 
 @cache  # the library keeps the callback until the process ends, so it must not be collected

@@ -72,7 +72,13 @@ def tune(
     storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
         check_writable(plan.parent)
-    source = _resolve(model, loading)
+    revision = loading.pop("revision", None)
+    if model is None and revision is not None:
+        remedy = "give the hub id of a model, or leave it out"
+        problem = "but the demo model has no revisions"
+        raise ConfigError(problem, option="revision", value=revision, remedy=remedy)
+    found = demo.target_path() if model is None else resolve(model, revision)
+    source = with_loras(found, loading.get("lora", ()))
     hash = model_hash(source)
     with _stage(stages, "load"):
         llm = _load(source.path, prompts, form, options, loading, watch)
@@ -217,17 +223,6 @@ class _Run:
             notes=(*report.notes, *filter(None, [note])),
             unwritten=tuple(unwritten),
         )
-
-
-def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
-    """Return the model, with its LoRAs; take `revision` out of the loading options."""
-    revision = loading.pop("revision", None)
-    if model is None and revision is not None:
-        remedy = "give the hub id of a model, or leave it out"
-        problem = "but the demo model has no revisions"
-        raise ConfigError(problem, option="revision", value=revision, remedy=remedy)
-    found = demo.target_path() if model is None else resolve(model, revision)
-    return with_loras(found, loading.get("lora", ()))
 
 
 def _load(
