@@ -330,11 +330,7 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("rows", "kind", "said"),
         [
-            (
-                (),
-                "good",
-                "The fastest drafter is draft-model: 1.77 × plain decoding, 3.54 × transformers",
-            ),
+            ((), "good", "The fastest drafter is draft-model: 1.77 × plain decoding, 3.54 × transformers"),
             (
                 (row("a", "plain", 1.0), drafted("a", "lookup", 0.84)),
                 "bad",

@@ -10,14 +10,7 @@ from typing import Any, Literal
 import torch
 
 from foredraft import demo
-from foredraft.bench.bench_records import (
-    MAX_REPEATED,
-    BenchReport,
-    ForwardCosts,
-    ModelRecord,
-    Row,
-    TurnCount,
-)
+from foredraft.bench.bench_records import MAX_REPEATED, BenchReport, ForwardCosts, ModelRecord, Row, TurnCount
 from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import check_policy, resolve_methods, resolve_policies
 from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
