@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.bench.settings import TuneSettings
+from foredraft.bench.settings import TuneSettings, silent
 from foredraft.drafters.plan_files import Skips
 from foredraft.tune import search
 from foredraft.tune.search import Deadline, Search
@@ -45,10 +45,6 @@ class FakeTeacherForced:
 
 
 SEED_PLANS = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
-
-
-def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
 
 
 def make_search(

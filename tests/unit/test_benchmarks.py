@@ -15,7 +15,6 @@ from benchmarks import auto, timing, workload
 from benchmarks.tree_replay import MISSED, SIZES, Met, _followed, _kept, _met
 from benchmarks.trees import block_chain, chosen_tree, even_tree, gains, lengths_along, line
 from foredraft.profiling.others import Counters
-from foredraft.profiling.timing import OwnSeconds
 
 
 def test_the_index_lists_every_script() -> None:
@@ -98,11 +97,6 @@ def test_repeated_turns_are_those_of_the_measurement(machine: Machine) -> None:
     assert timing.spread([1.0])["repeated"] == 2
     machine.work(1.0)
     assert timing.spread([1.0])["repeated"] == 0
-
-
-def test_a_work_may_time_a_part_of_itself(machine: Machine) -> None:
-    works = {"part": lambda: machine.work(5.0) or OwnSeconds(2.0), "whole": lambda: machine.work(3.0)}  # type: ignore[func-returns-value]
-    assert timing.interleaved(works, CPU, 2, warm=1) == {"part": [2.0, 2.0], "whole": [3.0, 3.0]}
 
 
 def test_without_counters_nothing_is_repeated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from foredraft.drafters.plan_files import (
     read_plan,
     write_plan,
 )
-from foredraft.tune.finals import replaced_plan_note
+from foredraft.tune.finals import earlier_plan_note
 from tests.support.checkpoints import save_checkpoint
 from tests.support.foreign import NOT_PRIVATE
 
@@ -110,15 +110,15 @@ def test_a_plan_warns_on_another_device_or_dtype() -> None:
 
 
 def test_a_note_names_the_replaced_plan(cache: Path) -> None:
-    assert replaced_plan_note(PLAN.model_hash) is None
+    assert earlier_plan_note(PLAN.model_hash, (), None, replaced=True) is None
     place = keep_plan(PLAN)
     assert place is not None
-    assert replaced_plan_note(PLAN.model_hash) == (
+    assert earlier_plan_note(PLAN.model_hash, (), None, replaced=True) == (
         "The winner replaces the earlier plan skip:attn=1,3/mlp=4, measured at temperature 0.7 at 1.25 x plain"
         " decoding on 2026-11-21."
     )
     place.write_text("{}")
-    assert replaced_plan_note(PLAN.model_hash) is None
+    assert earlier_plan_note(PLAN.model_hash, (), None, replaced=True) is None
 
 
 def test_an_invalid_plan_is_not_written(tmp_path: Path) -> None:

@@ -330,11 +330,7 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("rows", "kind", "said"),
         [
-            (
-                (),
-                "good",
-                "The fastest drafter is draft-model: 1.77 × plain decoding, 3.54 × transformers",
-            ),
+            ((), "good", "The fastest drafter is draft-model: 1.77 × plain decoding, 3.54 × transformers"),
             (
                 (row("a", "plain", 1.0), drafted("a", "lookup", 0.84)),
                 "bad",
@@ -433,9 +429,6 @@ class TestPlots:
         empty: dict[str, Any] = {"costs": (), "bandwidth": None, "models": (), "options": {}, "machine": {}}
         for rows in ((), (plain,), (note,), (plain, drafted("a", "lookup", 1.2, over_peers=None))):
             assert "Foredraft benchmark" in page(report(rows=rows, notes=(), **empty)), rows
-
-    def test_the_same_records_give_the_same_page(self) -> None:
-        assert page(report()) == page(BenchReport.from_dict(report().as_dict()))
 
 
 class TestSelfContained:

@@ -12,13 +12,15 @@ import pytest
 import foredraft
 from foredraft import LLM
 from foredraft.bench.bench_records import Spread
+from foredraft.bench.figures import Runs
 from foredraft.bench.measurement import measure_costs
-from foredraft.bench.settings import TuneSettings
+from foredraft.bench.settings import TuneSettings, silent
+from foredraft.bench.workload import Group
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import Skips
-from foredraft.model.runner import Runner
 from foredraft.tune import finals as finals_module
 from foredraft.tune.finals import Agreement, decode_finalists
+from foredraft.tune.teacher_forced import TeacherForced
 from foredraft.tune.tune_records import SIGNIFICANCE, TAU_TOLERANCE, Finalist, Trial, sign_test
 from tests.support.checkpoints import save_checkpoint
 
@@ -36,10 +38,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every cost a few times only, since no test here asks for exact ones."""
     monkeypatch.setattr(finals_module, "measure_costs", partial(measure_costs, repeats=3))
-
-
-def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
 
 
 def decode(llm: LLM, trial: Trial = TRIAL, **options: float) -> Finalist:
@@ -60,13 +58,11 @@ def test_a_plan_decodes_until_its_tau_is_accurate(llm: LLM, skips: str) -> None:
 def test_a_plan_that_decodes_to_another_tau_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the prediction is that of a plan that skips more."""
 
-    class Wrong(Agreement):
-        def __init__(
-            self, runner: Runner, drafting: None, skips: Skips, draft_length: int, temperature: float
-        ) -> None:
-            super().__init__(runner, drafting, Skips((0, 1), (1, 2)), draft_length, temperature)
+    class Wrong(TeacherForced):
+        def rounds(self, plan: Any, **options: Any) -> Any:
+            return super().rounds(Skips((0, 1), (1, 2)).plan(3), **options)
 
-    monkeypatch.setattr(finals_module, "Agreement", Wrong)
+    monkeypatch.setattr(finals_module, "TeacherForced", Wrong)
     monkeypatch.setattr(finals_module, "MAX_TURNS", 3)
     for temperature in (0.0, 1.0):
         found = decode(llm, temperature=temperature)
@@ -85,18 +81,15 @@ def test_few_tokens_leave_tau_inaccurate(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert decode(llm, new_tokens=4, temperature=0.0).tau_error == 0
 
 
-def timings(speeds: list[list[float]]) -> Any:
-    """Runs at these speeds [prompt][repeat], in tokens per second, with equal tokens."""
-    return [
-        [SimpleNamespace(tokens_per_second=speed, tokens=[[1, 2]], stats=Stats()) for speed in several]
-        for several in speeds
-    ]
-
-
 def finalist(ratios: list[float], skips: str = "skip:attn=1") -> Finalist:
-    agreement: Any = SimpleNamespace(predicted_tau=1.8, tau=1.8, relative_error=0.0)
-    plain, own = timings([[10.0]] * len(ratios)), timings([[10 * ratio] for ratio in ratios])
-    return finals_module._finalist(replace(TRIAL, skips=skips), plain, own, 0.5, agreement, 0.0)
+    """Return the finalist of plans that run at these ratios, one for each prompt, with equal tokens."""
+
+    def timing(speed: float) -> Any:
+        return SimpleNamespace(tokens_per_second=speed, tokens=[[1, 2]], stats=Stats())
+
+    runs = [Runs(Group((0,), True), {"none": [timing(10)], "own": [timing(10 * ratio)]}) for ratio in ratios]
+    trial = replace(TRIAL, skips=skips)
+    return finals_module._finalist("own", trial, runs, 0.5, Agreement(1.8, 1.8, 0.0), 0.0)
 
 
 def test_the_sign_test_gives_the_binomial_tail() -> None:

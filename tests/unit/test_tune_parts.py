@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 import foredraft
 from foredraft import LLM, SamplingParams, user_cache
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
+from foredraft.bench.settings import silent
 from foredraft.cli.bench import tune_lines
 from foredraft.drafters.lookup import repeated
 from foredraft.drafters.plan_files import Skips, model_hash
+from foredraft.drafters.strict_records import as_record
 from foredraft.errors import ConfigError
 from foredraft.model.runner import DraftInputs
 from foredraft.model.source import ModelSource
@@ -28,15 +30,16 @@ from foredraft.pages.report_page import CROSS
 from foredraft.pages.training import tuning_page as page
 from foredraft.tune import teacher_forced as calibration
 from foredraft.tune import tune_records
-from foredraft.tune.search import clasp, every_other, greedy, seed_plans, skips_of
+from foredraft.tune.search import clasp, greedy, seed_plans, skips_of
 from foredraft.tune.teacher_forced import (
     MIN_TOKENS,
-    CalibrationCache,
     CalibrationTexts,
     TeacherForced,
+    cached_texts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
+    texts_key,
     write_calibration_texts,
 )
 from foredraft.tune.tune_records import (
@@ -75,10 +78,6 @@ def llm(folder: Path) -> LLM:
 
 
 PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(12)]
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    return None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -158,7 +157,6 @@ def test_rankings_begin_with_sub_layers_that_add_nothing(teacher_forced: Teacher
 
 def test_numbers_of_sub_layers_convert_to_skips() -> None:
     assert skips_of([5, 0, 3, 2]) == Skips((0, 1), (1, 2))
-    assert every_other(5) == Skips((1, 3), (1, 3))
 
 
 Seconds = Callable[[Plan], float]
@@ -166,12 +164,25 @@ V = {2: 1.1, 3: 1.2, 4: 1.3}
 START = 0.07
 
 
+def fake_turns(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[Any, Any]], Any]) -> None:
+    """Let works take these seconds in turns, instead of running them."""
+
+    class Turns:
+        def __init__(self, works: dict[Any, Any], *_: object, **__: object) -> None:
+            self.seconds = seconds(works)
+
+        def take(self, **_: object) -> None:
+            return None
+
+    monkeypatch.setattr(tune_records, "TimedTurns", Turns)
+
+
 def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, float] = V) -> None:
     """Fake a machine whose plain step takes 2 s and 3 s by turns, with all else in proportion.
 
     In plain steps, a draft takes START, and `seconds(plan)` for each of its steps."""
 
-    def interleaved(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
+    def timed(works: dict[Any, Any]) -> dict[Any, list[float]]:
         found = {}
         for key in works:
             plan, length = key if key != "step" else (key, 0)
@@ -181,7 +192,7 @@ def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int,
             found[key] = [2 * own, 3 * own, 2 * own, 3 * own]
         return found
 
-    monkeypatch.setattr(tune_records, "interleaved", interleaved)
+    fake_turns(monkeypatch, timed)
     monkeypatch.setattr(tune_records, "measure_exit_costs", lambda *_: None)
 
 
@@ -249,7 +260,7 @@ def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) >= 0  # a disturbed machine can hide a draft of a tiny model
     assert found.exit is not None and len(found.exit.verifying) == 3
-    assert PlanCosts.from_json(json.dumps(asdict(found))) == found
+    assert as_record(PlanCosts, json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_measuring_costs_reports_every_turn(llm: LLM) -> None:
@@ -284,15 +295,14 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
 
-    def timed(llm: LLM, exits: list[int], context: int, longest: int, *_: object) -> dict[Any, list[float]]:
-        assert exits == [1, 2] and longest == 3
-        verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in exits for rows in (2, 3, 4)}
-        rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
+    def timed(works: dict[Any, Any]) -> dict[Any, list[float]]:
+        verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in (1, 2) for rows in (2, 3, 4)}
+        rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in (1, 2)}
+        assert works.keys() == {"step", *verify, *rounds}
         return {"step": [2.0] * 3, **verify, **rounds}
 
-    monkeypatch.setattr(tune_records, "_timed_exits", timed)
+    fake_turns(monkeypatch, timed)
     found = measure_exit_costs(llm.loaded, 20, 3, 3, int)
-    assert found is not None
     for exit in (1, 2, 5):
         step, verifying = found.at(exit)
         assert step == pytest.approx(c(exit))
@@ -324,8 +334,8 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
-    monkeypatch.setattr(tune_records, "interleaved", lambda given, *_, **__: works.update(given))
-    tune_records._timed_exits(llm.loaded, [exit], 20, 2, 1, int)
+    fake_turns(monkeypatch, lambda given: works.update(given) or {key: [1.0] for key in given})
+    measure_exit_costs(llm.loaded, 20, 2, 1, int)
     verifying = (3, (exit, [2], 3), None, True)
     if runner.by_kernels:
         drafts: list[Any] = []
@@ -444,20 +454,22 @@ class Searches:
 
         monkeypatch.setattr(llm, "generate", counted)
 
-    def cache(self, **changes: Any) -> CalibrationCache:
-        return CalibrationCache(
+    def key(self, **changes: Any) -> dict[str, Any]:
+        return texts_key(
             ModelSource(self.folder), model_hash(self.folder), self.llm.loaded, **self.given | changes
         )
 
     def file(self) -> Path:
-        path = user_cache.keyed_path(calibration.KIND, self.cache().key)
+        path = user_cache.keyed_path(calibration.KIND, self.key())
         assert path is not None
         return path
 
     def texts(self, **changes: Any) -> tuple[CalibrationTexts, bool]:
         before, given = self.calls, self.given | changes
-        found = self.cache(**changes).read_or(
-            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None)
+        found = cached_texts(
+            self.key(**changes),
+            self.llm.loaded.spec.vocab_size,
+            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None),
         )
         return found, self.calls > before
 
@@ -551,6 +563,6 @@ def test_incomplete_texts_are_not_cached(searches: Searches, cache: Path) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        searches.cache().read_or(interrupted)
+        cached_texts(searches.key(), searches.llm.loaded.spec.vocab_size, interrupted)
     assert not (cache / "texts").exists()
     assert searches.texts()[1]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foredraft.bench.settings import SAMPLERS, TuneSettings
+from foredraft.bench.settings import SAMPLERS, TuneSettings, silent
 from foredraft.drafters.plan_files import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
@@ -38,7 +38,6 @@ from tests.support.searching import (
     open_database,
     run_child,
     run_search,
-    silent,
     sqlite_url,
     stored_trials,
 )  # fmt: skip

@@ -230,7 +230,8 @@ class BenchReport:
     @property
     def methods(self) -> tuple[Row, ...]:
         """The rows of each method under its own policy, which is the first one listed."""
-        return tuple({_key(row): row for row in reversed(self.rows)}.values())[::-1]
+        found = {(row.workload, row.batch, row.contender): row for row in reversed(self.rows)}
+        return tuple(found.values())[::-1]
 
     @property
     def policies(self) -> tuple[Row, ...]:
@@ -277,8 +278,7 @@ class BenchReport:
     @property
     def bandwidth_remark(self) -> str | None:
         """Why a share of the bandwidth exceeds 100 %, in a sentence; None if no share does."""
-        shares = [costs.bandwidth_share for costs in self.costs]
-        shares += [row.bandwidth_share for row in self.rows]
+        shares = [each.bandwidth_share for each in self.costs] + [row.bandwidth_share for row in self.rows]
         if all(share is None or share <= 1 for share in shares):
             return None
         return (
@@ -298,10 +298,6 @@ class BenchReport:
     def from_dict(cls, document: dict[str, Any]) -> BenchReport:
         """Return the report that `as_dict`, or its JSON, describes."""
         return as_record(cls, document)
-
-
-def _key(row: Row) -> tuple[str, int, str]:
-    return row.workload, row.batch, row.contender
 
 
 def load_doubt(machine: Mapping[str, Any]) -> str | None:

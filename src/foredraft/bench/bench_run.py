@@ -10,19 +10,12 @@ from typing import Any, Literal
 import torch
 
 from foredraft import demo
-from foredraft.bench.bench_records import (
-    MAX_REPEATED,
-    BenchReport,
-    ForwardCosts,
-    ModelRecord,
-    Row,
-    TurnCount,
-)
+from foredraft.bench.bench_records import MAX_REPEATED, BenchReport, ForwardCosts, ModelRecord, Row, TurnCount
 from foredraft.bench.contender import BenchContext, ForedraftContender, LineUp
 from foredraft.bench.contenders import check_policy, resolve_methods, resolve_policies
 from foredraft.bench.machine_record import LoadWatch, Memory, bandwidth, machine, model_record
-from foredraft.bench.measurement import Measurement, Progress
-from foredraft.bench.settings import BenchSettings
+from foredraft.bench.measurement import Measurement
+from foredraft.bench.settings import BenchSettings, Progress, silent, without_prefill
 from foredraft.bench.workload import AS_IT_IS, PromptForm, Workload
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
@@ -44,7 +37,7 @@ def bench(
     model: str | None = None,
     truncate: Literal["left"] | None = None,
     form: PromptForm = AS_IT_IS,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = silent,
     spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
 ) -> BenchReport:
@@ -98,19 +91,16 @@ def _measure(
             for each in measurement.measure(name, ids):
                 measured.append(each)
     except KeyboardInterrupt:
-        if not measured:
-            raise
-        return measured, False
+        if measured:
+            return measured, False
+        raise
     return measured, True
 
 
 def _longest_draft(loaded: Policy, lineup: LineUp) -> int:
     """Return the longest draft of the policies whose speed is predicted from costs."""
-    policies = [loaded]
-    for contender in lineup.contenders:
-        if isinstance(contender, ForedraftContender) and contender.method in DRAFTERS:
-            policies.append(contender.policy)
-    return max(policy.max_draft for policy in policies)
+    own = (one for one in lineup.contenders if isinstance(one, ForedraftContender))
+    return max([loaded.max_draft, *(one.policy.max_draft for one in own if one.method in DRAFTERS)])
 
 
 def _effective_options(
@@ -141,9 +131,10 @@ def _context(
     found = demo.target_path() if model is None else resolve(model, loading.get("revision"))
     draft = None
     if any(drafter.whole_model for drafter in engine.drafters.values()):
-        draft = source_of(demo.draft_path()) if model is None else None
         if loading.get("draft") is not None:
             draft = resolve(loading["draft"], loading.get("draft_revision"))
+        elif model is None:
+            draft = source_of(demo.draft_path())
     return BenchContext(
         llm=llm,
         target=with_loras(found, loading.get("lora", ())),
@@ -169,12 +160,8 @@ def _load(
     largest = max(options.batch)
     max_batch = loading.get("max_batch") or largest  # the default on a CPU may be fewer rows, and others wait
     if max_batch < largest:
-        raise ConfigError(
-            ("but ", Option("batch"), f" asks for {largest}"),
-            option="max_batch",
-            value=max_batch,
-            remedy="leave it out",
-        )
+        problem = ("but ", Option("batch"), f" asks for {largest}")
+        raise ConfigError(problem, option="max_batch", value=max_batch, remedy="leave it out")
 
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
         if tokenizer is None:
@@ -184,12 +171,8 @@ def _load(
         texts = [text for workload in workloads for text in workload.prompts]
         return largest, form.longest(tokenizer, texts) + options.new_tokens
 
-    def show(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":  # drawing a progress bar within a timed run would slow that run down
-            progress(stage, done, total)
-
     before = Memory(torch.device("cpu")).held_after_release()
-    llm = load_for(needs, progress=show, **loading | {"max_batch": max_batch})
+    llm = load_for(needs, progress=without_prefill(progress), **loading | {"max_batch": max_batch})
     memory = Memory(llm.loaded.engine.device)
     return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 

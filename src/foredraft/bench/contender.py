@@ -218,19 +218,13 @@ class LineUp:
             if unsuitable := [name for name in policies if name not in suitable]:
                 self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unsuitable)}")
         if policies and not any(contender.policy_name in policies for contender in self.contenders):
-            raise ConfigError(
-                "but none of the methods can follow it",
-                option="policies",
-                value=",".join(policies),
-                remedy="give others",
-            )
+            problem = "but none of the methods can follow it"
+            raise ConfigError(problem, option="policies", value=",".join(policies), remedy="give others")
 
     def note_fixed_policies(self, policy: str | None) -> None:
         """Note each method that keeps its own policy although another one was asked for."""
-        own = {
-            one.method: one.policy_name for one in reversed(self.contenders) if one.policy_name is not None
-        }
-        differ = [(method, name) for method, name in own.items() if policy not in (None, name)]
+        own = {one.method: one.policy_name for one in reversed(self.contenders)}
+        differ = [(method, name) for method, name in own.items() if policy and name not in (None, policy)]
         self.notes += [f"{method} keeps to policy {name}" for method, name in differ]
 
     @property

@@ -5,7 +5,7 @@ The command line, its help and its checks read the table. PyTorch is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -173,18 +173,17 @@ def resolve_methods(names: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the names of the contenders that take part, with plain decoding first."""
     lossless = tuple(name for name, kind in CONTENDERS.items() if kind.lossless)
     names = (ALL,) if names is None else names
-    for name in _known(CONTENDERS, "methods", names):
-        program = PROGRAMS[CONTENDERS[name].program]
+    found = _resolved(CONTENDERS, lossless, "methods", names)
+    for program in (PROGRAMS[CONTENDERS[name].program] for name in names if name != ALL):
         if not program.installed:
             problem = f"but {program.package} is not installed"
             raise ConfigError(problem, option="methods", value=",".join(names), remedy=program.install)
-    return tuple(dict.fromkeys((PLAIN, *_expand_all(names, lossless))))
+    return tuple(dict.fromkeys((PLAIN, *found)))
 
 
 def resolve_policies(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the policies; "all" stands for every one."""
-    list(_known(POLICIES, "policies", names))
-    return tuple(dict.fromkeys(_expand_all(names, POLICIES)))
+    return tuple(_resolved(POLICIES, POLICIES, "policies", names))
 
 
 def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft: int | None) -> None:
@@ -199,17 +198,16 @@ def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft:
         )
 
 
-def _known(table: Collection[str], option: str, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names but "all", and refuse what is not in the table."""
+def _resolved(
+    table: Collection[str], everything: Iterable[str], option: str, names: tuple[str, ...]
+) -> dict[str, None]:
+    """Return the names in order, with everything for "all"; refuse what is not in the table."""
+    found: dict[str, None] = {}
     for name in names:
         if name != ALL and name not in table:
             raise ConfigError(
                 f"but there is no {name!r}", option=option, value=",".join(names),
                 remedy=f"give {ALL}, or some of {', '.join(table)}{did_you_mean(name, (ALL, *table))}",
             )  # fmt: skip
-        yield from () if name == ALL else (name,)
-
-
-def _expand_all(names: Iterable[str], everything: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        yield from everything if name == ALL else (name,)
+        found |= dict.fromkeys(everything if name == ALL else (name,))
+    return found

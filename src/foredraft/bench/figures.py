@@ -10,9 +10,8 @@ lengths vary. Host work is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 from foredraft.bench.bench_records import (
@@ -58,13 +57,13 @@ def predicted_speedup(costs: ForwardCosts, stats: Stats) -> float:
 
 def ceiling(costs: ForwardCosts, drafter: str, alpha: float) -> Ceiling:
     """Return the largest S over fixed draft lengths, from 1 to the widest measured pass less one."""
-    lengths = range(1, costs.verifying[-1].rows)
-    speedups = [
-        (mean_accepted_length(alpha, k) / (costs.drafting[drafter].of(k) + verifying_cost(costs, k + 1)), k)
-        for k in lengths
-    ]
-    speedup, length = max(speedups, key=lambda pair: pair[0])
-    return Ceiling(alpha, length, speedup)
+
+    def speedup(k: int) -> float:
+        cost = costs.drafting[drafter].of(k) + verifying_cost(costs, k + 1)
+        return mean_accepted_length(alpha, k) / cost
+
+    length = max(range(1, costs.verifying[-1].rows), key=speedup)
+    return Ceiling(alpha, length, speedup(length))
 
 
 Tokens = Sequence[int]
@@ -120,14 +119,14 @@ def make_row(
 ) -> Row:
     """Return a contender's row, without `round_time` and `peak_memory`, which need runs of their own."""
     name, counted = contender.name, series.counted
-    speed = _spread(counted, lambda runs: runs.median(name, "tokens_per_second"))
+    speed = Spread.of(runs.median(name, "tokens_per_second") for runs in counted)
 
     def overhead(runs: Runs) -> float:
         """Return o: the median time of a round less the cost of its forwards, in plain steps."""
         rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
         return median(rounds) / series.costs.step_seconds - forward_cost(series.costs, runs.stats(name))
 
-    over_peers = {peer: _spread(counted, partial(Runs.ratio, contender=name, other=peer)) for peer in peers}
+    over_peers = {peer: Spread.of(runs.ratio(name, peer) for runs in counted) for peer in peers}
     row = Row(
         workload=series.workload,
         batch=series.batch,
@@ -136,15 +135,15 @@ def make_row(
         peer=contender.peer,
         lossless=contender.lossless,
         tokens_per_second=speed,
-        speedup=_spread(counted, lambda runs: runs.ratio(name, PLAIN)),
+        speedup=Spread.of(runs.ratio(name, PLAIN) for runs in counted),
         over_peers={peer: spread for peer, spread in over_peers.items() if spread is not None},
         over_single=None if speed is None or at_batch_1 is None else speed.median / at_batch_1.median,
-        speedup_all=_spread(series.runs, lambda runs: runs.ratio(name, PLAIN)),
-        prefill_seconds=_spread(counted, lambda runs: runs.median(name, "prefill_seconds")),
+        speedup_all=Spread.of(runs.ratio(name, PLAIN) for runs in series.runs),
+        prefill_seconds=Spread.of(runs.median(name, "prefill_seconds") for runs in counted),
         others=Spread.of(
             timing.load.others for runs in counted for timing in runs.timings[name] if timing.load is not None
         ),
-        overhead=None if contender.peer else _spread(counted, overhead),
+        overhead=None if contender.peer else Spread.of(map(overhead, counted)),
         repeated=Spread.of(
             repeated(tokens)
             for runs in counted
@@ -165,10 +164,6 @@ def divergence(found: Tokens, expected: Tokens) -> int | None:
     shorter = min(len(found), len(expected))
     position = next((i for i in range(shorter) if found[i] != expected[i]), shorter)
     return None if len(found) == len(expected) == position else position
-
-
-def _spread(runs: Sequence[Runs], figure: Callable[[Runs], float]) -> Spread | None:
-    return Spread.of(map(figure, runs))
 
 
 def _with_drafting(row: Row, series: Series, name: str) -> Row:
@@ -197,20 +192,17 @@ def _with_drafting(row: Row, series: Series, name: str) -> Row:
         else None,
         ceiling=ceiling_at(stats.alpha) if counted else None,
         perfect=ceiling_at(1.0),
-        predicted=_spread(counted, predicted),
-        measured_over_predicted=_spread(counted, lambda runs: runs.ratio(name, PLAIN) / predicted(runs)),
+        predicted=Spread.of(map(predicted, counted)),
+        measured_over_predicted=Spread.of(runs.ratio(name, PLAIN) / predicted(runs) for runs in counted),
     )
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:
     """Return the median share of the decoding time that reading the target's weights alone would take."""
-    timings = [timing for runs in series.counted for timing in runs.timings[name]]
-    passes_per_second = [
-        timing.passes / timing.decode_seconds for timing in timings if timing.passes is not None
-    ]
-    if series.weight_read_seconds is None or not passes_per_second:
-        return None
-    return median(passes_per_second) * series.weight_read_seconds
+    timings = (timing for runs in series.counted for timing in runs.timings[name])
+    rates = [each.passes / each.decode_seconds for each in timings if each.passes is not None]
+    read = series.weight_read_seconds  # passes a second, times the seconds of reading once
+    return median(rates) * read if rates and read is not None else None
 
 
 def _exactness(series: Series, name: str, *, comparable: bool) -> Exactness:

@@ -29,16 +29,12 @@ class TransformersModels:
 
     def __init__(self, context: BenchContext) -> None:
         if context.target.loras:
-            raise ConfigError(
-                "transformers takes no LoRA here, as the target has",
-                remedy="save the merged model with PEFT, and give that",
-            )
+            problem = "transformers takes no LoRA here, as the target has"
+            raise ConfigError(problem, remedy="save the merged model with PEFT, and give that")
         for source in filter(None, (context.target, context.draft)):
             if source.path.is_file():
-                raise ConfigError(
-                    f"transformers takes no GGUF file here, as {source.path.name} is",
-                    remedy="give a checkpoint folder to compare with it",
-                )
+                problem = f"transformers takes no GGUF file here, as {source.path.name} is"
+                raise ConfigError(problem, remedy="give a checkpoint folder to compare with it")
         with _quiet():
             self.target = _load(context.target.path, context)
             self.draft = None if context.draft is None else _load(context.draft.path, context)
@@ -56,10 +52,8 @@ class Generate(Contender):
         assisted, beams = name == "transformers-assisted", BEAMS if name == "beam" else 1
         lookup = LOOKUP_TOKENS if name == "transformers-lookup" else None
         if assisted and (models.draft is None or "draft-model" not in context.drafters):
-            raise ConfigError(
-                "transformers-assisted needs a draft model with the target's tokenizer",
-                remedy=("give ", Option("draft")),
-            )
+            problem = "transformers-assisted needs a draft model with the target's tokenizer"
+            raise ConfigError(problem, remedy=("give ", Option("draft")))
         sampling = {"do_sample": True, "temperature": context.temperature, "top_k": 0, "top_p": 1.0}
         self.name, self.method, self.lossless = name, name, beams == 1
         self._model, self._assistant = models.target, models.draft if assisted else None

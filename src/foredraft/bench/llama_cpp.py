@@ -16,10 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import IGNORED, named_tensors
 from foredraft.model.memory import dtype_name
 from foredraft.model.rope import Rope, frequencies
-from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import HEAD
@@ -49,6 +47,7 @@ ARCHITECTURES = {
 }
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ROPE_FACTORS = "rope_freqs.weight"
+LEAVE_OUT = ("leave it out of ", Option("methods"))
 
 
 def write_gguf(
@@ -77,17 +76,18 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            values = tensor.load().to(dtype if len(tensor.shape) > 1 else torch.float32).contiguous()
+            values = interleaved(tensor.load(), tensor.heads) if tensor.heads else tensor.load()
+            values = values.to(dtype if len(tensor.shape) > 1 else torch.float32).contiguous()
             writer.write_tensor_data(values.view(torch.uint8).numpy())  # NumPy has no bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A tensor under its name in the GGUF file."""
 
     name: str  # the name
     shape: tuple[int, ...]  # the shape
     load: Callable[[], Tensor]  # reads the values, in the checkpoint's dtype
+    heads: int = 0  # whose rows are interleaved
 
 
 def _check_convertible(spec: ModelSpec, dtype: torch.dtype) -> None:
@@ -101,10 +101,7 @@ def _check_convertible(spec: ModelSpec, dtype: torch.dtype) -> None:
     }
     for feature, present in unsupported.items():
         if present:
-            raise ConfigError(
-                f"a model with {feature} cannot be converted for llama.cpp",
-                remedy=("leave it out of ", Option("methods")),
-            )
+            raise ConfigError(f"a model with {feature} cannot be converted for llama.cpp", remedy=LEAVE_OUT)
 
 
 def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
@@ -161,13 +158,8 @@ def _tensors(source: ModelSource, spec: ModelSpec, gguf: Any, stack: ExitStack) 
             continue
         kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
         heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
-        load = partial(_interleaved, opened, heads) if heads else opened.whole
-        found.append(_Tensor(gguf_name, opened.shape, load))
+        found.append(_Tensor(gguf_name, opened.shape, opened.whole, heads))
     return found
-
-
-def _interleaved(stored: StoredTensor, heads: int) -> Tensor:
-    return interleaved(stored.whole(), heads)
 
 
 def interleaved(tensor: Tensor, heads: int) -> Tensor:
@@ -177,7 +169,6 @@ def interleaved(tensor: Tensor, heads: int) -> Tensor:
 
 SUPPORTED = (torch.float32, torch.bfloat16)  # dtypes in which both programs can hold the same weights
 MAX_ROWS = 512  # tokens in one physical batch: llama.cpp's default
-LEAVE_OUT = ("leave it out of ", Option("methods"))
 
 
 class LlamaCpp(Contender):
@@ -187,14 +178,20 @@ class LlamaCpp(Contender):
     batch_sizes = (1,)
 
     def __init__(self, context: BenchContext) -> None:
-        _check_supported(context)
+        for fits, does, option, value in (
+            (context.device.type == "cpu", "runs on the CPU only", "device", context.device),
+            (context.dtype in SUPPORTED, "takes float32 or bfloat16", "dtype", dtype_name(context.dtype)),
+            (not context.temperature, "decodes greedily", "temperature", context.temperature),
+        ):
+            if not fits:
+                problem = (f"llama.cpp {does} here, but ", Option(option), f" is {value}")
+                raise ConfigError(problem, remedy=LEAVE_OUT)
         self._library = module("llama_cpp", self.name)
         self._library.llama_log_set(_log_callback(self._library.llama_log_callback), ctypes.c_void_p(0))
         self._model: Any = None
         self._context: Any = None  # llama.cpp's context: the KV cache and the buffers
         self._batch: Any = None
-        self._vocab_size = 0
-        self._zeros = 0  # tokens that are 0 and that the KV cache begins with
+        self._vocab_size = self._zeros = 0  # tokens that are 0 and that the KV cache begins with
         self._positions = context.positions
         self._folder = tempfile.TemporaryDirectory(prefix="foredraft-")
         try:
@@ -226,10 +223,8 @@ class LlamaCpp(Contender):
             context.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = library.llama_init_from_model(self._model, context)
         if not self._context:
-            raise ConfigError(
-                f"{self.name} has no memory for {self._positions} positions",
-                remedy=("lower ", Option("max_length")),
-            )
+            problem = f"{self.name} has no memory for {self._positions} positions"
+            raise ConfigError(problem, remedy=("lower ", Option("max_length")))
         self._batch = library.llama_batch_init(self._positions, 0, 1)
         self._vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
 
@@ -296,25 +291,6 @@ class LlamaCpp(Contender):
         code = self._library.llama_decode(self._context, batch)
         if code:
             raise ConfigError(f"{self.name} failed at position {position} (code {code})", remedy=LEAVE_OUT)
-
-
-def _check_supported(context: BenchContext) -> None:
-    if context.device.type != "cpu":
-        raise ConfigError(
-            ("llama.cpp runs on the CPU only here, but ", Option("device"), f" is {context.device}"),
-            remedy=LEAVE_OUT,
-        )
-    if context.dtype not in SUPPORTED:
-        raise ConfigError(
-            ("llama.cpp takes float32 or bfloat16 here, but ", Option("dtype"),
-             f" is {dtype_name(context.dtype)}"),
-            remedy=LEAVE_OUT,
-        )  # fmt: skip
-    if context.temperature:
-        raise ConfigError(
-            ("llama.cpp decodes greedily here, but ", Option("temperature"), f" is {context.temperature}"),
-            remedy=LEAVE_OUT,
-        )
 
 
 @cache  # the library keeps the callback until the process ends, so it must not be collected

@@ -6,9 +6,8 @@ import math
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -20,9 +19,10 @@ from torch import Tensor
 import foredraft
 from foredraft.bench.bench_records import Bandwidth, ModelRecord
 from foredraft.loading.machine_limits import free_memory
-from foredraft.model.memory import dtype_name, release_freed, synchronise
+from foredraft.model.memory import dtype_name, release_freed
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import NativeCodes
+from foredraft.profiling.timing import timed
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
 TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down
@@ -32,11 +32,8 @@ INTERVAL = 0.005  # seconds between two samples of the resident memory
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """Return a description of the machine and the software, as plain values."""
     model = platform.processor() or "unknown"
-    try:
-        with open("/proc/cpuinfo") as lines:
-            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as lines:
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     found = {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -79,22 +76,11 @@ def bandwidth(device: torch.device) -> Bandwidth | None:
     source = torch.ones(BYTES // 4, device=device)
     if device.type == "cuda":
         target = torch.empty_like(source)
-        seconds = _fastest(lambda: target.copy_(source), device)
+        seconds = min(timed(lambda: target.copy_(source), device)[0] for _ in range(TRIES))
         return Bandwidth(2 * BYTES / seconds, f"device copy, bytes read and written, {many}")
-    seconds = _fastest(source.sum, device)
+    seconds = min(timed(source.sum, device)[0] for _ in range(TRIES))
     threads = torch.get_num_threads()
     return Bandwidth(BYTES / seconds, f"read: float32 sum, {threads} thread{'s'[: threads > 1]}, {many}")
-
-
-def _fastest(action: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(TRIES):
-        synchronise(device)
-        start = time.perf_counter()
-        action()
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 class Memory:
@@ -127,14 +113,12 @@ class Memory:
         """Measure the peak of the memory added while entered."""
         peaks: list[int] = []
         before = self.held_after_release()
-        if not self.measurable or self.device.type == "cuda":
-            if self.measurable:
-                torch.cuda.reset_peak_memory_stats(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
             yield peaks
-            peaks.append(torch.cuda.max_memory_allocated(self.device) - before if self.measurable else 0)
+            peaks.append(torch.cuda.max_memory_allocated(self.device) - before)
             return
-        stopped = threading.Event()
-        samples = [before]
+        stopped, samples = threading.Event(), [before]
 
         def sample() -> None:
             while not stopped.wait(INTERVAL):

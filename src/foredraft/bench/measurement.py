@@ -9,7 +9,7 @@ disturbed is taken again (`profiling.others`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -31,14 +31,14 @@ from foredraft.bench.contender import BenchContext, Contender, LineUp, Timing
 from foredraft.bench.contenders import CONTENDERS, PLAIN
 from foredraft.bench.figures import Runs, Series, make_row
 from foredraft.bench.machine_record import Memory
-from foredraft.bench.settings import BenchSettings
+from foredraft.bench.settings import BenchSettings, Progress
 from foredraft.bench.workload import Group, groups_of, turns
 from foredraft.doctor.teacher_forced import read_text
 from foredraft.drafters.lookup import repeated
 from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Runner
 from foredraft.profiling.others import Load, QuietTurns, Watch, worst
-from foredraft.profiling.timing import ForwardMeter, RoundTimer, draft_seconds, observed
+from foredraft.profiling.timing import RoundTimer, draft_seconds, forward_turns, observed
 
 WIDE = (8, 16, 32)  # columns beyond the longest draft that are measured for one sequence
 REPEATS = 30  # turns of a cost that is measured by itself
@@ -54,20 +54,20 @@ class CostMeter:
         if batch == 1:
             widths += [wide for wide in WIDE if longest + 1 < wide <= runner.max_queries]
         self._drafters = tuple(drafters)
-        self._meter = ForwardMeter(runner, drafters, batch, context, widths=widths, lengths={1, longest})
-        self._meter.turns.take(counts=False)
+        self._turns = forward_turns(runner, drafters, batch, context, widths=widths, lengths={1, longest})
+        self._turns.take(counts=False)
         self._loads: list[Load] = []
 
     def turn(self) -> None:
         """Time each forward and each round once."""
         watch = Watch()
-        self._meter.turns.take()
+        self._turns.take()
         if (load := watch.load()) is not None:
             self._loads.append(load)
 
-    def costs(self, read_seconds: float | None = None, workload: str | None = None) -> ForwardCosts:
+    def costs(self, read_seconds: float | None, workload: str | None) -> ForwardCosts:
         """Return the costs of all turns so far, one at least."""
-        seconds = self._meter.seconds
+        seconds = self._turns.seconds
         step = median(seconds[1])
         verifying = []
         for rows in (key for key in seconds if isinstance(key, int)):
@@ -80,7 +80,7 @@ class CostMeter:
         return ForwardCosts(self.batch, self.context, tuple(verifying), drafting, share, workload, others)
 
     def _draft_cost(self, name: str, step: float) -> DraftCost:
-        seconds, longest = self._meter.seconds, self.longest
+        seconds, longest = self._turns.seconds, self.longest
         if (name, 1) not in seconds:
             return DraftCost(0.0, 0.0)
         first, whole = (
@@ -90,22 +90,13 @@ class CostMeter:
 
 
 def measure_costs(
-    loaded: Loaded,
-    batch: int,
-    context: int,
-    longest: int,
-    *,
-    read_seconds: float | None = None,
-    repeats: int = REPEATS,
-    after: Callable[[], object] = lambda: None,
+    loaded: Loaded, batch: int, context: int, longest: int, *, repeats: int = REPEATS
 ) -> ForwardCosts:
-    """Measure the costs in one go; `after` is called after the warm-up, and after every turn."""
+    """Measure the costs in one go."""
     meter = CostMeter(loaded, batch, context, longest)
-    after()
     for _ in range(repeats):
         meter.turn()
-        after()
-    return meter.costs(read_seconds)
+    return meter.costs(None, None)
 
 
 def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> float:
@@ -117,8 +108,6 @@ def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence
 
 
 PROFILED_GROUPS = 3  # of prompts, on which the parts of a round are timed: a mean round needs no more
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

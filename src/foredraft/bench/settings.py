@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -98,6 +99,11 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     """Ignore the progress."""
+
+
+def without_prefill(progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Leave out the reading of prompts: its bar would flicker, and slow timed runs down."""
+    return lambda stage, done, total: None if stage == "prefill" else progress(stage, done, total)
 
 
 class Steps:
@@ -216,25 +222,18 @@ class VerifySettings:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if self.acceptance is not None and self.acceptance not in RULES:
-            raise ConfigError(
-                "which is not lossless, so there is nothing to verify",
-                option="acceptance",
-                value=self.acceptance,
-                remedy=f"give {' or '.join(RULES)}, or leave it out",
-            )
+            problem = "which is not lossless, so there is nothing to verify"
+            remedy = f"give {' or '.join(RULES)}, or leave it out"
+            raise ConfigError(problem, option="acceptance", value=self.acceptance, remedy=remedy)
         if (name := self.self_test) is None:
             return
         if name not in DEFECTS:
-            raise ConfigError(
-                "which is no defect to plant", option="self_test", value=name,
-                remedy=f"give {', '.join(DEFECTS)}",
-            )  # fmt: skip
+            problem = "which is no defect to plant"
+            raise ConfigError(problem, option="self_test", value=name, remedy=f"give {', '.join(DEFECTS)}")
         defect = DEFECTS[name]
         if self.acceptance is not None and defect.rule not in (None, self.acceptance):
-            raise ConfigError(
-                (f"but {defect.summary} breaks nothing under ", Option("acceptance", self.acceptance)),
-                option="self_test", value=name, remedy="leave one out",
-            )  # fmt: skip
+            fault = (f"but {defect.summary} breaks nothing under ", Option("acceptance", self.acceptance))
+            raise ConfigError(fault, option="self_test", value=name, remedy="leave one out")
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -137,11 +137,9 @@ def chat_ids(tokenizer: Tokenizer | None, messages: list[Mapping[str, str]]) -> 
         problem = "needs a tokenizer, but the model's folder has no tokenizer.json"
         raise ConfigError(problem, option="chat", remedy="add the file, or leave the option out")
     if tokenizer.chat is None:
-        raise ConfigError(
-            "needs a chat template, but the model has none",
-            option="chat",
-            remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
-        )
+        problem = "needs a chat template, but the model has none"
+        remedy = ("leave it out, or give ", Option("model"), " a model trained for chat")
+        raise ConfigError(problem, option="chat", remedy=remedy)
     return tokenizer.encode_chat(messages)
 
 

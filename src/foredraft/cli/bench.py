@@ -43,7 +43,7 @@ from foredraft.cli.words import (
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft.bench.bench_records import BenchReport, Row, Spread
+    from foredraft.bench.bench_records import BenchReport, Row
     from foredraft.tune.tune_records import TuneReport
 
 
@@ -236,9 +236,21 @@ def about(report: BenchReport) -> str:
     )
 
 
+# Columns that have another name on the page, and those whose missing figures are blank.
+ON_PAGE = {
+    "others": "others, CPUs", "÷ predicted": "measured ÷ predicted", "alpha": "α", "tau": "τ",
+    "drafted": "draft length", "perfect": "ceiling at α = 1", "o": "host overhead o",
+    "repeats": "repeated 4-grams", "prompts": "counted prompts",
+}  # fmt: skip
+BLANK = ("alpha", "tau", "drafted", "ceiling", "perfect")
+
+
 def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
     """Return a row's cells in these columns; a row that could not run has its note under tokens/s."""
-    drafts, exact = row.drafting, row.exactness
+    from foredraft.pages.benchmark import COLUMNS
+    from foredraft.pages.report_page import DASH
+
+    exact, speed = row.exactness, row.speedup
     texts = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
     if exact is None:
         texts["tokens/s"] = row.note or ""
@@ -246,22 +258,12 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
     identical = f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
     texts |= {
         "policy": row.policy or "",
-        "tokens/s": median(row.tokens_per_second, ".1f"),
-        "over plain": median(row.speedup, ".2f"),
-        "quartiles": "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}",
-        "others": median(row.others, ".2f"),
-        "predicted": median(row.predicted, ".2f"),
-        "÷ predicted": median(row.measured_over_predicted, ".2f"),
-        "alpha": "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",
-        "tau": "" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
-        "drafted": "" if drafts is None else f"{drafts.mean_draft_length:.2f}",
-        "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
-        "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
-        "o": median(row.overhead, ".2f"),
+        "quartiles": "" if speed is None else f"{speed.lower:.2f}-{speed.upper:.2f}",
         "identical": identical if row.lossless else "lossy",
-        "repeats": median(row.repeated, ".0%"),
-        "prompts": f"{row.counted} of {row.prompts}",
     }
+    for name in (each for each in columns if each not in texts):
+        text = COLUMNS[ON_PAGE.get(name, name)](row).text
+        texts[name] = text if text != DASH else "" if name in BLANK else "-"
     return tuple(texts[column] for column in columns)
 
 
@@ -280,10 +282,6 @@ def likelihoods(report: BenchReport, row: Row) -> str | None:
         f"{row.workload}, batch {row.batch}: the target gives a token of {report.name(row)}"
         f" {found.median:.3f} nats ({found.lower:.3f} to {found.upper:.3f} over the texts)"
     )
-
-
-def median(spread: Spread | None, form: str) -> str:
-    return "-" if spread is None else format(spread.median, form)
 
 
 def tune(
@@ -353,11 +351,8 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
     if file is not None:
         return read_prompts((), file, model)
     if model is not None:
-        raise ConfigError(
-            "is required with a model of your own",
-            option="prompts",
-            remedy="give a file with one prompt per line",
-        )
+        problem = "is required with a model of your own"
+        raise ConfigError(problem, option="prompts", remedy="give a file with one prompt per line")
     from foredraft import demo
     from foredraft.bench.workload import load_workloads
 
@@ -382,11 +377,10 @@ def tune_lines(report: TuneReport, width: int | None = None) -> list[str]:
     )
     rows = []
     for one in report.finalists:
-        figures = (one.predicted, one.c, one.alpha, one.tau, one.predicted_tau, one.trial_tau)
         quartiles = f"{one.speedup.lower:.2f}-{one.speedup.upper:.2f}"
         identical = {True: "yes", False: "NO", None: "not comparable"}[one.identical]
         speed = (one.skips, str(one.draft), f"{one.speedup.median:.2f}", quartiles)
-        rows.append((*speed, *(f"{figure:.2f}" for figure in figures), identical))
+        rows.append((*speed, *(f"{figure:.2f}" for figure in one.figures), identical))
     shown += ["", *table([COLUMNS, *rows], width, keys=2)] if rows else []
     return [*shown, "", verdict(report), *report.notes]
 

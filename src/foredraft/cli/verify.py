@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cyclopts import Group
 
 from foredraft.bench.contenders import ALL
-from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter
+from foredraft.bench.settings import DEFAULT_DEFECT, DEFECTS, no_drafter, without_prefill
 from foredraft.cli.interrupt import FAILED, INCONCLUSIVE
 from foredraft.cli.options import (
     HTML,
@@ -33,14 +33,13 @@ from foredraft.cli.sections import NONE, Given, declared_in, measured, option, s
 from foredraft.cli.words import check_places, print_error, read_prompts, table, with_weights, write_report
 from foredraft.errors import ConfigError
 from foredraft.kinds.tables import DRAFTERS
-from foredraft.verify import VerifySettings
+from foredraft.verify import Divergence, Identity, VerifyReport, VerifySettings
+from foredraft.verify.verify_records import ALWAYS, MEANINGS, POSITIONS, TESTS, Verdict
 
 if TYPE_CHECKING:
     from foredraft.bench.workload import PromptForm
     from foredraft.cli.render import ProgressBars
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.verify import DistributionTest, Divergence, DraftPosition, Identity, VerifyReport
-    from foredraft.verify.verify_records import TextRun, Verdict
 
 VERIFY = {
     "prompts": option(
@@ -67,13 +66,7 @@ else:
     )
 
 Names: TypeAlias = dict[str, str | None]  # "model" and "draft" -> what the user gave for them
-
-COLUMNS = (
-    *("prompt", "drafter", "acceptance", "settings", "samples", "cells"),
-    *("chi2", "p-value", "detects", "accepted", ""),
-)
-ALWAYS = "drafting always"  # of runs in which every round drafts
-POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
+KEYS = ("prompt", "drafter", "acceptance", "settings")  # columns that tell a test from the others
 
 
 def lines(report: VerifyReport, names: Names, width: int | None = None) -> list[str]:
@@ -119,18 +112,10 @@ def identity_lines(identity: Identity) -> list[str]:
     return [
         f"New tokens at {identity.setting}{rule}, compared with plain decoding of one prompt at a time:"
         f" {prompts} prompts, {identity.tokens} tokens",
-        *(
-            f"  {described_run(run)}: {prompts - identity.diverged(run)} of {prompts} identical"
-            for run in identity.runs
-        ),
+        *(f"  {run}: {prompts - identity.diverged(run)} of {prompts} identical" for run in identity.runs),
         *(f"  {divergence_line(divergence)}" for divergence in identity.divergences),
         *(f"  failed: {error}" for error in identity.errors),
     ]
-
-
-def described_run(run: TextRun) -> str:
-    always = f", {ALWAYS}" if run.always else ""
-    return f"{run.drafter}{always}, {'in a batch' if run.batched else 'one at a time'}"
 
 
 def divergence_line(found: Divergence) -> str:
@@ -141,7 +126,7 @@ def divergence_line(found: Divergence) -> str:
 
     seed = "" if found.seed is None else f", seed {found.seed}"
     return (
-        f"prompt {found.prompt}, {described_run(found.run)}{seed}, new token {found.position}:"
+        f"prompt {found.prompt}, {found.run}{seed}, new token {found.position}:"
         f" {name(found.found)} instead of {name(found.expected)}; the target's two most likely tokens there"
         f" are {found.best[0]} (logit {found.logits[0]:.6g}) and {found.best[1]} (logit"
         f" {found.logits[1]:.6g}), margin {found.margin:.3g}"
@@ -151,36 +136,19 @@ def divergence_line(found: Divergence) -> str:
 def test_lines(report: VerifyReport, width: int | None) -> list[str]:
     """Return the chi-square tests as a table, at most `width` characters wide."""
     first, drafters = report.tests[0], report.about["drafters"]
+    rows = [
+        (str(test.prompt), test.described_drafter, test.acceptance, str(test.setting), *test.line)
+        for test in report.tests
+    ]
     turns = f", {' and '.join(drafters)} in turns" if len(drafters) > 1 else ""
     always = f"; {ALWAYS}{turns}" if any(run.always for run in report.identities[0].runs) else ""
     return [
         f"Chi-square tests of the joint distribution of {first.tokens} sampled tokens against the target's"
         f" exact one: {len(report.tests)} tests, each at level {first.level:.2g}, as the tests by position"
         f" ({report.family_level:g} together), seed {report.seed}{always}",
-        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], width, keys=4)],
+        *[f"  {line}" for line in table([(*KEYS, *TESTS), *rows], width, keys=len(KEYS))],
         *[f"  failed: {error}" for test in report.tests for error in test.errors],
     ]
-
-
-def row(test: DistributionTest) -> tuple[str, ...]:
-    failure = f"{test.impossible} impossible" if test.impossible else "FAILED"
-    return (
-        str(test.prompt),
-        "none (control)" if test.control else drafter_of(test),
-        test.acceptance,
-        str(test.setting),
-        str(test.samples),
-        str(test.cells),
-        f"{test.statistic:.2f}",
-        f"{test.p_value:.2g}",
-        f"{test.detectable:.4f}",
-        f"{test.accepted / test.drafted:.0%}" if test.drafted else "-",
-        "ok" if test.joint_passed else failure,
-    )
-
-
-def drafter_of(test: DistributionTest) -> str:
-    return test.drafter + (f", logits / {test.draft_temperature:g}" if test.draft_temperature != 1 else "")
 
 
 def position_lines(report: VerifyReport, width: int | None) -> list[str]:
@@ -189,24 +157,12 @@ def position_lines(report: VerifyReport, width: int | None) -> list[str]:
     for test in (test for test in report.tests if test.positions):
         found.append(
             f"Tokens by position of the draft, given the text before them: prompt {test.prompt},"
-            f" {drafter_of(test)}, {test.setting}"
+            f" {test.described_drafter}, {test.setting}"
         )
-        found += [f"  {line}" for line in table([POSITIONS, *map(position_row, test.positions)], width)]
+        lines = table([POSITIONS, *(each.line for each in test.positions)], width)
+        found += [f"  {line}" for line in lines]
     note = "  detects: total variation distance of these tokens; if corrected: of the corrections alone"
     return [*found, note, ""] if found else []
-
-
-def position_row(position: DraftPosition) -> tuple[str, ...]:
-    place = "bonus" if position.bonus else str(position.position + 1)
-    counts = str(position.tokens), "-" if position.bonus else str(position.corrections)
-    if not position.tested:
-        return (place, *counts, "-", str(position.degrees), "-", "-", "-", "too few")
-    return (
-        *(place, *counts, f"{position.statistic:.2f}", str(position.degrees), f"{position.p_value:.2g}"),
-        f"{position.detectable:.4f}",
-        f"{position.detectable_correction:.4f}" if position.corrections else "-",
-        "FAILED" if position.failed else "ok",
-    )
 
 
 def power(report: VerifyReport) -> str:
@@ -231,11 +187,7 @@ def conclusion(report: VerifyReport) -> str:
     if report.planted is not None:
         found = "was found" if report.found_planted else "was NOT found: these tests prove nothing here"
         return f"SELF-TEST: the planted defect ({defect_name(report)}) {found}."
-    return {
-        "passed": "PASSED: no difference from plain decoding was found.",
-        "failed": "FAILED: the output differs from plain decoding's, or a request failed.",
-        "inconclusive": "INCONCLUSIVE: no difference was found, but one could have been missed.",
-    }[report.verdict]
+    return f"{report.verdict.upper()}: {MEANINGS[report.verdict]}"
 
 
 EXIT_CODES = {"passed": 0, "failed": FAILED, "inconclusive": INCONCLUSIVE}
@@ -319,11 +271,8 @@ def run(
         longest = 0 if tokenizer is None else form.longest(tokenizer, prompts)
         return BATCH, longest + max_new_tokens(each[0])
 
-    def show_loading(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":  # it would flicker between the checks' own stages
-            bars.show(stage, done, total)
-
-    llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=show_loading)
+    loading = load_options(model, drafting)
+    llm = load_for(needs, model.get("model"), **loading, progress=without_prefill(bars.show))
     applied = form.applied(llm.tokenizer, prompts)
     return [
         run_checks(llm, applied, options, truncate=model.get("truncate"), progress=bars.show)
@@ -336,12 +285,9 @@ def options_of(verifying: VerifyOptions, drafting: Given) -> list[VerifySettings
     own, name = declared_in(VerifySettings, verifying), verifying.get("self_test")
     rule = drafting.get("acceptance")
     if name != ALL and name not in (None, *DEFECTS):
-        raise ConfigError(
-            "which is no defect to plant",
-            option="self_test",
-            value=name,
-            remedy=f"give {', '.join(DEFECTS)} or {ALL}, and prompts before the option",
-        )
+        problem = "which is no defect to plant"
+        remedy = f"give {', '.join(DEFECTS)} or {ALL}, and prompts before the option"
+        raise ConfigError(problem, option="self_test", value=name, remedy=remedy)
     planted = [name]
     if name == ALL:
         planted = [defect for defect, kind in DEFECTS.items() if rule in (None, kind.rule) or not kind.rule]

@@ -21,8 +21,8 @@ from foredraft.doctor.teacher_forced import (
     acceptance_of,
     block_drafts,
     head_drafts,
-    medusa_acceptance,
-    model_acceptance,
+    medusa_drafts,
+    model_drafts,
     read_text,
 )
 from foredraft.drafters.block_drafter import BlockDrafter, load_block
@@ -118,13 +118,6 @@ def changes(record: HeadRecord, target: ModelSpec, longest: int) -> Iterator[Hea
             yield HeadSettings(window=window)
 
 
-def aux_layers_of(record: HeadRecord, target: ModelSpec) -> list[int]:
-    """Return the auxiliary layers that any setting reads."""
-    aux_layers = record.aux_layers or ()
-    near = {layer + shift for layer in aux_layers for shift in (0, *SHIFTS)}
-    return sorted(layer for layer in near if 0 <= layer <= target.layers)
-
-
 def model_notes(loaded: Loaded, draft: ModelSpec, source: ModelSource) -> tuple[str, ...]:
     """Return one sentence for each mismatch of a draft model with the target."""
     notes: list[str] = []
@@ -197,14 +190,12 @@ def diagnose(
     if isinstance(medusa := drafters.get(Medusa.name), Medusa):
         length = min(LENGTH, len(medusa.head.heads))
         return _measured(
-            loaded, draft, medusa, ids, lambda text: medusa_acceptance(medusa.head, text, length, MOST)
+            loaded, draft, medusa, ids, lambda text: medusa_drafts(medusa.head, text, length, MOST)
         )
     if isinstance(model := drafters.get(DraftModel.name), DraftModel):
-        runner, vocabulary = model.draft_pass.runner, model.vocabulary
-        found = _measured(
-            loaded, draft, model, ids, lambda text: model_acceptance(runner, vocabulary, text, LENGTH, MOST)
-        )
-        return replace(found, notes=model_notes(loaded, runner.decoder.spec, resolve(draft)))
+        found = _measured(loaded, draft, model, ids, lambda text: model_drafts(model, text, LENGTH, MOST))
+        spec = model.draft_pass.runner.decoder.spec
+        return replace(found, notes=model_notes(loaded, spec, resolve(draft)))
     raise ConfigError(
         "which the doctor cannot examine", option="draft", value=str(draft),
         remedy="give a head of the model, or a draft model with the target's tokenizer",
@@ -236,7 +227,9 @@ def _examine_head(
 ) -> Diagnosis:  # fmt: skip
     target, files = loaded.spec, drafter.read_files(draft)
     record = files.record.for_target(target, str(draft))
-    texts = [read_text(loaded.runner, tokens, aux_layers_of(record, target)) for tokens in ids]
+    near = {layer + shift for layer in record.aux_layers or () for shift in (0, *SHIFTS)}  # any setting's
+    aux_layers = sorted(near.intersection(range(target.layers + 1)))
+    texts = [read_text(loaded.runner, tokens, aux_layers) for tokens in ids]
     files, length = replace(files, record=record), min(LENGTH, record.tried_length or LENGTH)
     bench = _HeadBench(loaded, kind, files, kind.load(files, loaded.runner), texts, length)
     own = bench.measure(HeadSettings())
@@ -311,11 +304,11 @@ def _measured(
     draft: Path,
     drafter: Drafter,
     ids: list[list[int]],
-    accepted: Callable[[ReadText], DraftAcceptance],
+    drafts: Callable[[ReadText], dict[int, Tensor]],
 ) -> Diagnosis:
     """Return the diagnosis of a drafter that has no other setting."""
     texts = (read_text(loaded.runner, tokens, drafter.aux_layers) for tokens in ids)
-    joined = DraftAcceptance.joined(map(accepted, texts))
+    joined = DraftAcceptance.joined(acceptance_of(drafts(text), text) for text in texts)
     own = _trial(HeadSettings(), joined, joined)
     return Diagnosis(drafter=drafter.name, name=str(draft), drafts=len(joined.rounds), own=own, best=own)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.block_drafter import BlockHead, Chain
-from foredraft.drafters.draft_model import VocabularyMap
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.layers import HeadCache
 from foredraft.drafters.heads.record import map_of
@@ -34,8 +34,7 @@ class DraftAcceptance:
     @classmethod
     def joined(cls, several: Iterable[DraftAcceptance]) -> DraftAcceptance:
         """Return the drafts of all."""
-        found = list(several)
-        return cls(torch.cat([each.sampled for each in found]), torch.cat([each.greedy for each in found]))
+        return cls(*map(torch.cat, zip(*((each.sampled, each.greedy) for each in several), strict=True)))
 
     @property
     def rounds(self) -> Tensor:
@@ -86,9 +85,9 @@ def read_text(runner: Runner, tokens: list[int], aux_layers: Sequence[int]) -> R
 
 
 def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> DraftAcceptance:
-    """Return the acceptance of a head's drafts by their anchors, [K, V] each, as `head_drafts` gives them."""
+    """Return the acceptance of drafts by their anchors, [K, V] each."""
     found = [_accepted(text.logits[anchor : anchor + len(own)], own) for anchor, own in drafts.items()]
-    return DraftAcceptance(torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found]))
+    return DraftAcceptance(*map(torch.stack, zip(*found, strict=True)))
 
 
 @torch.inference_mode()
@@ -124,32 +123,26 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
 
 
 @torch.inference_mode()
-def medusa_acceptance(head: MedusaHeads, text: ReadText, length: int, most: int) -> DraftAcceptance:
-    """Return the acceptance of the drafts of Medusa heads; arguments as `head_drafts`."""
+def medusa_drafts(head: MedusaHeads, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
+    """Return the logits [K, V] of Medusa heads after each anchor."""
     decoder, draft_vocab = head.target, map_of(head.draft_vocab, head.target)
     drafts: dict[int, Tensor] = {}
     for anchor in text.anchors(length, most):
         reads = head.entering(text.states[decoder.spec.layers][anchor - 1 : anchor])
         logits = torch.cat([slot(reads) for slot in head.heads[:length]])
         drafts[anchor] = logits if draft_vocab is None else draft_vocab.columns(logits)
-    return acceptance_of(drafts, text)
+    return drafts
 
 
 @torch.inference_mode()
-def model_acceptance(
-    draft: Runner, vocabulary: VocabularyMap | None, text: ReadText, length: int, most: int
-) -> DraftAcceptance:
-    """Return the acceptance of a draft model's drafts; arguments as `head_drafts`."""
+def model_drafts(model: DraftModel, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
+    """Return a draft model's logits [K, V] after each anchor."""
+    vocabulary = model.vocabulary
     ids = text.tokens if vocabulary is None else [vocabulary.draft_ids[token] for token in text.tokens]
-    logits = read_text(draft, ids, ()).logits
+    logits = read_text(model.draft_pass.runner, ids, ()).logits
     if vocabulary is not None:
         logits = vocabulary.columns(logits)
-    sampled, greedy = _accepted(text.logits, logits)
-    places = text.anchors(length, most)
-    return DraftAcceptance(
-        torch.stack([sampled[place : place + length] for place in places]),
-        torch.stack([greedy[place : place + length] for place in places]),
-    )
+    return {anchor: logits[anchor : anchor + length] for anchor in text.anchors(length, most)}
 
 
 def _accepted(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:

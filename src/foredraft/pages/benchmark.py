@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
+from typing import Any
 
 from foredraft.bench.bench_records import BenchReport, Ceiling, ForwardCosts, Row, Spread
 from foredraft.bench.contenders import PLAIN
@@ -21,8 +22,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    plain,
-    render,
 )
 
 REMARK = (
@@ -38,24 +37,19 @@ COUNTED = "A prompt counts if plain decoding repeats less than {:.0%} of its 4-g
 def benchmark_page(report: BenchReport) -> str:
     """Return the whole HTML document."""
     limit = report.options.get("max_repeated")
-    return render(
-        ReportPage(
-            title="Foredraft benchmark",
-            verdicts=_verdicts(report),
-            facts=_facts(report),
-            tables=[
-                table
-                for batch in sorted({row.batch for row in report.rows})
-                for table in _tables(report, batch)
-                if table.groups
-            ],
-            remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
-            plots=plots(report),
-            notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
-            details={"Options": plain(report.options), "Machine": plain(report.machine)},
-            finished=report.finished,
-        )
-    )
+    return ReportPage(
+        title="Foredraft benchmark",
+        verdicts=_verdicts(report),
+        facts=_facts(report),
+        tables=[
+            table for batch in sorted({row.batch for row in report.rows}) for table in _tables(report, batch)
+        ],
+        remark=REMARK.format(counted="" if limit is None else COUNTED.format(limit)),
+        plots=plots(report),
+        notes=[*filter(None, (report.turns_remark, report.bandwidth_remark)), *report.notes],
+        details={"Options": report.options, "Machine": report.machine},
+        finished=report.finished,
+    ).html()
 
 
 def _verdicts(report: BenchReport) -> list[PageVerdict]:
@@ -153,10 +147,9 @@ def _tables(report: BenchReport, batch: int) -> list[Table]:
     lines = [(row.workload, row.contender, row) for row in rows]
     speeds = _table(f"Every method on every workload, batch {batch}", "method", _speed_columns(rows), lines)
     drafts = _table(f"Drafts and predictions, batch {batch}", "method", DRAFT_COLUMNS, lines)
-    known = _speed_columns([]) | DRAFT_COLUMNS
     rows = [row for row in report.policies if row.batch == batch]
     lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]
-    columns = {name: known[name] for name in POLICY_COLUMNS}
+    columns = {name: COLUMNS[name] for name in POLICY_COLUMNS}
     policies = _table(f"Every drafter under every policy, batch {batch}", "policy", columns, lines)
     return [speeds, *([drafts] if drafts.columns else []), policies]
 
@@ -164,18 +157,20 @@ def _tables(report: BenchReport, batch: int) -> list[Table]:
 def _speed_columns(rows: Sequence[Row]) -> Columns:
     peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers or {}))
     return {
-        "tokens/s": _spread("tokens_per_second", ".1f"),
-        "over plain": _spread("speedup", ".2f"),
-        "others, CPUs": _spread("others", ".2f"),
+        "tokens/s": _figure("tokens_per_second", form=".1f"),
+        "over plain": _figure("speedup"),
+        "others, CPUs": _figure("others"),
         "identical": _identical,
         "counted prompts": lambda row: Cell(f"{row.counted} of {row.prompts}"),
-        "log p of a token, nats": _spread("log_probability", ".3f"),
-        "repeated 4-grams": _spread("repeated", ".0%"),
-        **{f"over {peer}": _spread("over_peers", ".2f", peer) for peer in peers},
-        "over batch 1": lambda row: _number(row.over_single, ".2f"),
-        "over plain, all prompts": _spread("speedup_all", ".2f"),
-        "prefill, s": _spread("prefill_seconds", ".3f"),
-        "peak memory, MiB": lambda row: _number(row.peak_memory and row.peak_memory / 2**20, ",.0f"),
+        "log p of a token, nats": _figure("log_probability", form=".3f"),
+        "repeated 4-grams": _figure("repeated", form=".0%"),
+        **{f"over {peer}": _figure("over_peers", peer) for peer in peers},
+        "over batch 1": _figure("over_single"),
+        "over plain, all prompts": _figure("speedup_all"),
+        "prefill, s": _figure("prefill_seconds", form=".3f"),
+        "peak memory, MiB": lambda row: Cell(
+            DASH if row.peak_memory is None else f"{row.peak_memory / 2**20:,.0f}"
+        ),
     }
 
 
@@ -208,39 +203,38 @@ def _identical(row: Row) -> Cell:
     return Cell(f"{mark}{exact.identical} of {exact.prompts}", where, kind)
 
 
-def _ceiling(ceiling: Ceiling | None) -> Cell:
-    return Cell(DASH) if ceiling is None else Cell(f"{ceiling.speedup:.2f}", f"γ = {ceiling.draft_length}")
-
-
-def _spread(field: str, form: str, peer: str | None = None) -> Callable[[Row], Cell]:
-    """Return a column of medians with their quartiles; peer: which of several spreads."""
+def _figure(*path: str, form: str = ".2f", unit: float = 1) -> Callable[[Row], Cell]:
+    """Return a column of figures, found by attributes: numbers, ceilings, or medians with their quartiles."""
 
     def cell(row: Row) -> Cell:
-        found = getattr(row, field)
-        spread: Spread | None = found if peer is None else (found or {}).get(peer)
-        if spread is None:
-            return Cell(DASH)
-        quartiles = f"{spread.lower:{form}}–{spread.upper:{form}}" if spread.count > 1 else ""
-        return Cell(f"{spread.median:{form}}", quartiles)
+        found: Any = row
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
+        match found:
+            case None:
+                return Cell(DASH)
+            case Spread():
+                quartiles = f"{found.lower:{form}}–{found.upper:{form}}" if found.count > 1 else ""
+                return Cell(f"{found.median:{form}}", quartiles)
+            case Ceiling():
+                return Cell(f"{found.speedup:{form}}", f"γ = {found.draft_length}")
+        return Cell(f"{found / unit:{form}}")
 
     return cell
 
 
-def _number(value: float | None, form: str) -> Cell:
-    return Cell(DASH if value is None else f"{value:{form}}")
-
-
 DRAFT_COLUMNS: Columns = {
-    "predicted": _spread("predicted", ".2f"),
-    "measured ÷ predicted": _spread("measured_over_predicted", ".2f"),
-    "host overhead o": _spread("overhead", ".2f"),
-    "α": lambda row: _number(getattr(row.drafting, "alpha", None), ".2f"),
-    "τ": lambda row: _number(getattr(row.drafting, "mean_accepted_length", None), ".2f"),
-    "draft length": lambda row: _number(getattr(row.drafting, "mean_draft_length", None), ".2f"),
-    "ceiling": lambda row: _ceiling(row.ceiling),
-    "ceiling at α = 1": lambda row: _ceiling(row.perfect),
-    "share of bandwidth": lambda row: _number(row.bandwidth_share, ".0%"),
+    "predicted": _figure("predicted"),
+    "measured ÷ predicted": _figure("measured_over_predicted"),
+    "host overhead o": _figure("overhead"),
+    "α": _figure("drafting", "alpha"),
+    "τ": _figure("drafting", "mean_accepted_length"),
+    "draft length": _figure("drafting", "mean_draft_length"),
+    "ceiling": _figure("ceiling"),
+    "ceiling at α = 1": _figure("perfect"),
+    "share of bandwidth": _figure("bandwidth_share", form=".0%"),
 }
+COLUMNS = _speed_columns([]) | DRAFT_COLUMNS  # without those of other programs
 
 
 OVER_PLAIN = Axis("speed-up over plain decoding", low=0, grid=True)
@@ -259,8 +253,6 @@ def plots(report: BenchReport) -> list[Plot]:
 
 def _speedups(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.speedup) for row in _compared(report, batch) if row.speedup is not None]
-    if not rows:
-        return None
     workloads, contenders = _distinct([row for row, _ in rows], "workload"), _contenders(report)
     shown = [name for name in contenders if name in _distinct([row for row, _ in rows], "contender")]
     series = {
@@ -279,8 +271,6 @@ def _speedups(report: BenchReport, batch: int) -> Plot | None:
 
 def _policies(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.speedup) for row in report.policies if row.batch == batch and row.speedup is not None]
-    if not rows:
-        return None
     drafters, workloads = (_distinct([row for row, _ in rows], name) for name in ("contender", "workload"))
     policies = _distinct([row for row, _ in rows], "policy")
     panels = []
@@ -304,8 +294,6 @@ def _policies(report: BenchReport, batch: int) -> Plot | None:
 def _acceptance(report: BenchReport, batch: int) -> Plot | None:
     rows = [(row, row.drafting.acceptance_by_position) for row in _compared(report, batch) if row.drafting]
     rows = [(row, shares) for row, shares in rows if shares]
-    if not rows:
-        return None
     drafters, workloads = (_distinct([row for row, _ in rows], name) for name in ("contender", "workload"))
     panels = []
     for drafter in drafters:
@@ -329,8 +317,6 @@ def _acceptance(report: BenchReport, batch: int) -> Plot | None:
 
 
 def _costs(costs: Sequence[ForwardCosts]) -> Plot | None:
-    if not costs:
-        return None
     lines = [
         Points(
             f"batch {one.batch}, a step of {one.step_seconds * 1e3:.2f} ms",
@@ -364,8 +350,6 @@ def _round_times(report: BenchReport, batch: int) -> Plot | None:
         for row in report.methods
         if row.batch == batch and row.round_time is not None
     ]
-    if not rows:
-        return None
     ends, bars = [0.0] * len(rows), []
     for number, (part, label) in enumerate(PARTS.items()):
         starts, ends = ends, [end + times[part] for end, (_, times) in zip(ends, rows, strict=True)]
@@ -395,13 +379,11 @@ def _predictions(report: BenchReport) -> Plot | None:
         for row in report.methods
         if row.contender != PLAIN and row.predicted is not None and row.speedup is not None
     ]
-    if not rows:
-        return None
     contenders, points = _contenders(report), []
     for contender in _distinct([row for row, _, _ in rows], "contender"):
         x, y = zip(*[(x, y) for row, x, y in rows if row.contender == contender], strict=True)
         points.append(Points(contender, x, y, contenders.index(contender)))
-    most = 1.05 * max(max(x, y) for _, x, y in rows)
+    most = 1.05 * max((max(x, y) for _, x, y in rows), default=0.0)
     return make_plot(
         "predicted",
         "Predicted and measured speed-up",

@@ -67,10 +67,8 @@ class Points:
     number: int | None = None  # number of the colour and of the marker; None is the ink
     line: str = ""  # "": none, "line" or "steps" join the points
     marked: bool = True  # each point has a marker
-    hollow: bool = False  # markers are not filled
     spreads: Sequence[tuple[float, float]] = ()  # for each point, the ends of a bar of errors
     along: str = "y"  # the axis of these bars, "x" or "y"
-    notes: Sequence[str] = ()  # for each point, a text beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +227,7 @@ def _points(mark: Points, x: _Scale, y: _Scale) -> Iterator[str]:
         ends = (x(low), down, x(high), down) if mark.along == "x" else (right, y(low), right, y(high))
         yield _line(*ends, colour, 1.1)
     if mark.marked:
-        yield from (_marker(right, down, mark.number, hollow=mark.hollow) for right, down in places)
-    for (right, down), note in zip(places, mark.notes, strict=False):
-        yield _text(right + 4, down - 4, note, size=SMALL)
+        yield from (_marker(right, down, mark.number) for right, down in places)
 
 
 def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
@@ -253,7 +249,7 @@ def _legend(panels: Sequence[Panel]) -> tuple[str, float]:
             if mark.line:
                 parts.append(_line(left, height, left + LEGEND_MARK, height, _colour(mark.number), 1.4))
             if mark.marked:
-                parts.append(_marker(middle, height, mark.number, hollow=mark.hollow))
+                parts.append(_marker(middle, height, mark.number))
         parts.append(_text(left + LEGEND_MARK + GAP, height + 0.35 * FONT, shown))
         left += wide
     return "".join(parts), top + LINE + GAP if entries else 0.0
@@ -317,10 +313,9 @@ def _box(x1: float, y1: float, x2: float, y2: float, number: int | None) -> str:
     return f'{box}<path d="{CROSS}" transform="{middle}" fill="none" stroke="{INK}"/>'
 
 
-def _marker(x: float, y: float, number: int | None, *, hollow: bool) -> str:
-    shape = MARKERS[(number or 0) % len(MARKERS)]
-    edge = _colour(number)
-    style = f"fill:{'none' if hollow else edge};stroke:{edge}"
+def _marker(x: float, y: float, number: int | None) -> str:
+    shape, colour = MARKERS[(number or 0) % len(MARKERS)], _colour(number)
+    style = f"fill:{colour};stroke:{colour}"
     return f'<path d="{shape}" transform="translate({x:.2f},{y:.2f})" style="{style}"/>'
 
 
@@ -394,36 +389,33 @@ class ReportPage:
     facts: Mapping[str, str]  # what was measured, and where, by label
     tables: Sequence[Table] = ()  # the tables
     remark: str = ""  # how to read the tables
-    plots: Sequence[Plot] = ()  # the plots
+    plots: Sequence[Plot | None] = ()  # the plots
     notes: Sequence[str] = ()  # further sentences
-    details: Mapping[str, Mapping[str, str]] | None = None  # lists of plain values, by heading
+    details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # plain values, by heading
     finished: bool = True  # False if the work was interrupted
 
-
-def render(page: ReportPage) -> str:
-    """Return the whole HTML document."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = (files("foredraft.pages") / "report_page.html").read_text(encoding="utf-8")
-    drawn = [(plot, Markup(plot.svg)) for plot in page.plots]
-    return environment.from_string(template).render(page=page, plots=drawn)
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return plain values formatted for a reader, such as "yes" for True."""
-    return {name: _formatted(value) for name, value in values.items()}
+    def html(self) -> str:
+        """Return the whole document; a table without lines is left out."""
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        environment.filters["plain"] = _formatted
+        template = (files("foredraft.pages") / "report_page.html").read_text(encoding="utf-8")
+        drawn = [(plot, Markup(plot.svg)) for plot in self.plots if plot is not None]
+        tables = [table for table in self.tables if any(table.groups.values())]
+        return environment.from_string(template).render(page=self, tables=tables, plots=drawn)
 
 
 def make_plot(
     name: str, title: str, note: str, alt: str | Sequence[str], panels: Sequence[Panel], x: Axis
-) -> Plot:
-    """Return a plot; `alt` is a sentence, or the figures of one."""
+) -> Plot | None:
+    """Return a plot; `alt` is a sentence, or the figures of one. None where there are no figures."""
     words = alt if isinstance(alt, str) else f"{'; '.join(alt)}."
-    return Plot(name, title, note, words, chart(name, panels, x))
+    return Plot(name, title, note, words, chart(name, panels, x)) if alt else None
 
 
 def _formatted(value: Any) -> str:
+    """Return a plain value for a reader, such as "yes" for True."""
     if value is None:
         return DASH
     if isinstance(value, bool):

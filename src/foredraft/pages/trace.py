@@ -109,6 +109,10 @@ def write_trace(
     write_whole(file, page, "trace")
 
 
+# Fields of a round that the page shows as they are.
+AS_THEY_ARE = "start drafter budget p q accepted next_p legal emitted discarded".split()
+
+
 def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return one output as the page's script reads it."""
     assert output.trace is not None and output.pieces is not None
@@ -117,20 +121,10 @@ def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"id": token, "text": tokenizer.text([token], skip_special=False)}
 
     def round_of(trace: RoundTrace) -> dict[str, Any]:
-        return {
-            "start": trace.start,
-            "drafter": trace.drafter,
-            "budget": trace.budget,
+        return {name: getattr(trace, name) for name in AS_THEY_ARE} | {
             "draft": [named(token) for token in trace.draft],
-            "p": trace.p,
-            "q": trace.q,
-            "accepted": trace.accepted,
             "next": named(trace.next_token),
             "after": None if trace.after_sibling is None else named(trace.after_sibling),
-            "next_p": trace.next_p,
-            "legal": trace.legal,
-            "emitted": trace.emitted,
-            "discarded": trace.discarded,
             "least": None if trace.rollback is None else math.exp(-trace.rollback),
         }
 

@@ -20,8 +20,6 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    plain,
-    render,
 )
 from foredraft.train.trainers import Result
 from foredraft.tune.tune_records import Finalist, Trial, TuneReport
@@ -46,29 +44,26 @@ def training_page(what: str, result: Result, journal: Entries, options: Mapping[
     steps = [entry for entry in journal if "loss" in entry]
     end = "the validation got no better" if result.stopped_early else "all steps are done"
     table = Table("Validations", "step", [*COLUMNS.values(), "draft length"], {"": _lines(validations)})
-    return render(
-        ReportPage(
-            title=f"Foredraft training of {TITLES[what]}",
-            verdicts=[
-                PageVerdict(
-                    "good" if result.predicted > 1 else "bad",
-                    f"The best one is predicted to run at {result.predicted:.2f} × plain decoding.",
-                )
-            ],
-            facts={
-                "written to": result.out,
-                "training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s;"
-                f" {end}",
-                "documents": f"{result.documents:,} to learn from, {result.held_out:,} held out,"
-                f" {result.skipped:,} bad lines left out",
-                "checkpoints and logs": result.work,
-            },
-            tables=[table] if validations else [],
-            remark=REMARK if validations else "",
-            plots=[*_validation(validations), *_learning(steps)],
-            details={"Options": plain(options)},
-        )
-    )
+    return ReportPage(
+        title=f"Foredraft training of {TITLES[what]}",
+        verdicts=[
+            PageVerdict(
+                "good" if result.predicted > 1 else "bad",
+                f"The best one is predicted to run at {result.predicted:.2f} × plain decoding.",
+            )
+        ],
+        facts={
+            "written to": result.out,
+            "training": f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s; {end}",
+            "documents": f"{result.documents:,} to learn from, {result.held_out:,} held out,"
+            f" {result.skipped:,} bad lines left out",
+            "checkpoints and logs": result.work,
+        },
+        tables=[table],
+        remark=REMARK,
+        plots=[*_validation(validations), _learning(steps)],
+        details={"Options": options},
+    ).html()
 
 
 def _lines(validations: Entries) -> list[Line]:
@@ -85,7 +80,7 @@ def _lines(validations: Entries) -> list[Line]:
     ]
 
 
-def _validation(validations: Entries) -> list[Plot]:
+def _validation(validations: Entries) -> list[Plot | None]:
     if not validations:
         return []
     steps = [entry["step"] for entry in validations]
@@ -120,9 +115,9 @@ def _validation(validations: Entries) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _learning(entries: Entries) -> list[Plot]:
+def _learning(entries: Entries) -> Plot | None:
     if not entries:
-        return []
+        return None
     steps = [entry["step"] for entry in entries]
     names = {"loss": "loss", "overlap": "Σ min(p, q)", "learning_rate": "learning rate"}
     lines = [
@@ -133,7 +128,7 @@ def _learning(entries: Entries) -> list[Plot]:
         Panel(70, [line], Axis(grid=True), label) for line, label in zip(lines, names.values(), strict=True)
     ]
     first, last = entries[0], entries[-1]
-    plot = make_plot(
+    return make_plot(
         "learning",
         "Learning",
         "Every step's loss, the acceptance at temperature 1 that it has, and its learning rate.",
@@ -141,7 +136,6 @@ def _learning(entries: Entries) -> list[Plot]:
         panels,
         Axis("step", whole=True),
     )
-    return [plot]
 
 
 TRIAL_COLUMNS = (
@@ -161,23 +155,21 @@ def tuning_page(report: TuneReport) -> str:
     """Return the whole HTML document."""
     lines = [Line(finalist.skips, _cells(finalist)) for finalist in report.finalists]
     table = Table("The best plans in real decoding", "plan", TRIAL_COLUMNS, {"": lines})
-    return render(
-        ReportPage(
-            title="Foredraft search",
-            verdicts=[_verdict(report)],
-            facts=_facts(report),
-            tables=[table] if lines else [],
-            remark=TRIAL_REMARK if lines else "",
-            plots=[_history(report.trials), _layers(report), *_importance(report)],
-            notes=(*report.doubts, *report.unwritten, *report.notes),
-            details={
-                "Options": plain(report.options),
-                "Seconds": plain({stage: round(seconds, 1) for stage, seconds in report.seconds.items()}),
-                "Machine": plain(report.machine),
-            },
-            finished=report.finished,
-        )
-    )
+    return ReportPage(
+        title="Foredraft search",
+        verdicts=[_verdict(report)],
+        facts=_facts(report),
+        tables=[table],
+        remark=TRIAL_REMARK,
+        plots=[_history(report.trials), _layers(report), _importance(report)],
+        notes=(*report.doubts, *report.unwritten, *report.notes),
+        details={
+            "Options": report.options,
+            "Seconds": {stage: round(seconds, 1) for stage, seconds in report.seconds.items()},
+            "Machine": report.machine,
+        },
+        finished=report.finished,
+    ).html()
 
 
 def _verdict(report: TuneReport) -> PageVerdict:
@@ -227,17 +219,12 @@ def _cells(finalist: Finalist) -> list[Cell]:
             f"{finalist.speedup.median:.2f}", f"{quartiles}, {finalist.faster} of {finalist.prompts} faster"
         ),
         exactness[finalist.identical],
-        Cell(f"{finalist.predicted:.2f}"),
-        Cell(f"{finalist.c:.2f}"),
-        Cell(f"{finalist.alpha:.2f}"),
-        Cell(f"{finalist.tau:.2f}"),
-        Cell(f"{finalist.predicted_tau:.2f}"),
-        Cell(f"{finalist.trial_tau:.2f}"),
+        *(Cell(f"{figure:.2f}") for figure in finalist.figures),
         Cell(f"{finalist.repeated.median:.0%}"),
     ]
 
 
-def _history(trials: Sequence[Trial]) -> Plot:
+def _history(trials: Sequence[Trial]) -> Plot | None:
     groups = {"seed plans": True, "sampler": False}
     points = []
     for number, (label, seed) in enumerate(groups.items()):
@@ -258,7 +245,7 @@ def _history(trials: Sequence[Trial]) -> Plot:
     )
 
 
-def _layers(report: TuneReport) -> Plot:
+def _layers(report: TuneReport) -> Plot | None:
     """Draw one square per sub-layer of each finalist, or of the best trial if there is no finalist."""
     shown = [finalist.skips for finalist in report.finalists] or [report.best.skips]
     rows = Axis(low=len(KINDS) - 0.5, high=-0.5, ticks=dict(enumerate(KINDS.values())))
@@ -286,16 +273,14 @@ def _layers(report: TuneReport) -> Plot:
     )
 
 
-def _importance(report: TuneReport) -> list[Plot]:
-    if not report.importance:
-        return []
+def _importance(report: TuneReport) -> Plot | None:
     panels = []
     for number, (kind, label) in enumerate(KINDS.items()):
         shares = [report.importance.get(f"{kind}.{layer}", 0.0) for layer in range(report.layers)]
         boxes = [(layer - 0.4, layer + 0.4, 0.0, share) for layer, share in enumerate(shares)]
         panels.append(Panel(80, [Bars("", boxes, number)], Axis("share", low=0, grid=True), label))
     most = sorted(report.importance.items(), key=lambda item: -item[1])[:5]
-    plot = make_plot(
+    return make_plot(
         "importance",
         "Importance of sub-layers",
         "How much running or skipping each sub-layer contributes to the difference between good and other"
@@ -304,7 +289,6 @@ def _importance(report: TuneReport) -> list[Plot]:
         panels,
         _of_layers(report),
     )
-    return [plot]
 
 
 def _of_layers(report: TuneReport) -> Axis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foredraft.bench.settings import DEFECTS
@@ -19,17 +20,26 @@ from foredraft.pages.report_page import (
     ReportPage,
     Table,
     make_plot,
-    plain,
-    render,
 )
-from foredraft.verify.verify_records import DistributionTest, DraftPosition, Identity, TextRun, VerifyReport
+from foredraft.verify.verify_records import (
+    FAILED,
+    MEANINGS,
+    NONE,
+    PASSED,
+    POSITIONS,
+    TOO_FEW,
+    DistributionTest,
+    DraftPosition,
+    Identity,
+    TextRun,
+    VerifyReport,
+)
 
-VERDICTS = {
-    "passed": PageVerdict("good", "Passed: no difference from plain decoding was found."),
-    "failed": PageVerdict("bad", "Failed: the output differs from plain decoding's, or a request failed."),
-    "inconclusive": PageVerdict(
-        "doubtful", "Inconclusive: no difference was found, but one could have been missed."
-    ),
+KINDS = {"passed": "good", "failed": "bad", "inconclusive": "doubtful"}
+OUTCOMES = {
+    PASSED: Cell("✓ passed", kind="good"),
+    FAILED: Cell("✗ failed", kind="bad"),
+    TOO_FEW: Cell("too few tokens"),
 }
 REMARK = (
     "Detects: the smallest total variation distance between the output's and the target's distribution"
@@ -44,25 +54,24 @@ LEAST = 1e-12  # p-values below it are drawn at it
 def verification_page(reports: Sequence[VerifyReport], names: Mapping[str, str | None]) -> str:
     """Return the whole HTML document."""
     first = reports[0]
-    return render(
-        ReportPage(
-            title="Foredraft verification",
-            verdicts=[_verdict(report) for report in reports],
-            facts=_facts(first, names),
-            tables=[table for report in reports for table in _tables(report)],
-            remark=REMARK.format(
-                power=first.power, level=min(test.level for test in first.tests), family=first.family_level
-            ),
-            plots=[plot for report in reports for plot in (_p_values(report), *_detection(report))],
-            notes=[f"Weak evidence: {doubt}." for report in reports for doubt in report.doubts],
-            details={"Set-up": plain(first.about)},
-        )
-    )
+    return ReportPage(
+        title="Foredraft verification",
+        verdicts=[_verdict(report) for report in reports],
+        facts=_facts(first, names),
+        tables=[table for report in reports for table in _tables(report)],
+        remark=REMARK.format(
+            power=first.power, level=min(test.level for test in first.tests), family=first.family_level
+        ),
+        plots=[plot for report in reports for plot in (_p_values(report), _detection(report))],
+        notes=[f"Weak evidence: {doubt}." for report in reports for doubt in report.doubts],
+        details={"Set-up": first.about},
+    ).html()
 
 
 def _verdict(report: VerifyReport) -> PageVerdict:
     if report.planted is None:
-        return VERDICTS[report.verdict]
+        verdict = report.verdict
+        return PageVerdict(KINDS[verdict], f"{verdict.capitalize()}: {MEANINGS[verdict]}")
     defect = f"The planted defect ({report.planted}: {DEFECTS[report.planted].summary})"
     if report.found_planted:
         return PageVerdict("good", f"{defect} was found.")
@@ -81,8 +90,7 @@ def _facts(report: VerifyReport, names: Mapping[str, str | None]) -> dict[str, s
 
 
 def _tables(report: VerifyReport) -> Iterator[Table]:
-    suffix = "" if report.planted is None else f", with {report.planted} planted"
-    identities = {}
+    suffix, identities = _planted(report), {}
     for each in report.identities:
         rule = f", {each.acceptance} with seeds" if each.acceptance else ""
         heading = f"{each.setting}{rule}: {each.prompts} prompts, {each.tokens} tokens"
@@ -93,7 +101,7 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
         ("identical", "first difference", "target's margin there"),
         identities,
     )
-    lines = [Line(_name(test), _cells(test)) for test in report.tests]
+    lines = [Line(_name(test), _cells(test.line, "; ".join(test.errors))) for test in report.tests]
     yield Table(
         f"Samples against the target's exact distribution{suffix}",
         "test",
@@ -103,15 +111,12 @@ def _tables(report: VerifyReport) -> Iterator[Table]:
     by_position = {
         _name(test): [_position(each) for each in test.positions] for test in report.tests if test.positions
     }
-    if by_position:
-        columns = ("tokens", "corrected", "χ²", "p-value", "detects", "corrections", "outcome")
-        yield Table(f"Tokens by position of the draft{suffix}", "position", columns, by_position)
+    columns = ("tokens", "corrected", "χ²", "p-value", "detects", "corrections", "outcome")
+    yield Table(f"Tokens by position of the draft{suffix}", "position", columns, by_position)
 
 
 def _identity(identity: Identity, run: TextRun) -> Line:
-    name = f"{run.drafter}{', drafting always' if run.always else ''}"
-    name += ", in a batch" if run.batched else ", one at a time"
-    same = f"{identity.prompts - identity.diverged(run)} of {identity.prompts}"
+    name, same = str(run), f"{identity.prompts - identity.diverged(run)} of {identity.prompts}"
     if identity.errors:
         return Line(name, (), f"failed: {identity.errors[0]}")
     first = next((each for each in identity.divergences if each.run == run), None)
@@ -122,33 +127,23 @@ def _identity(identity: Identity, run: TextRun) -> Line:
 
 
 def _name(test: DistributionTest) -> str:
-    drafter = "none (control)" if test.control else test.drafter
-    weaker = f", logits / {test.draft_temperature:g}" if test.draft_temperature != 1 else ""
-    return f"prompt {test.prompt}, {drafter}{weaker}, {test.acceptance}, {test.setting}"
+    return f"prompt {test.prompt}, {test.described_drafter}, {test.acceptance}, {test.setting}"
 
 
-def _cells(test: DistributionTest) -> list[Cell]:
-    failure = f"✗ {test.impossible} impossible" if test.impossible else "✗ failed"
-    figures = f"{test.statistic:.2f}", f"{test.p_value:.2g}", f"{test.detectable:.4f}"
-    accepted = f"{test.accepted / test.drafted:.0%}" if test.drafted else DASH
-    return [
-        *map(Cell, (str(test.samples), str(test.cells), *figures, accepted)),
-        Cell("✓ passed", kind="good") if test.joint_passed else Cell(failure, "; ".join(test.errors), "bad"),
-    ]
+def _cells(line: Sequence[str], errors: str = "") -> list[Cell]:
+    """Return the cells of a record's line, whose last one is the outcome."""
+    *figures, outcome = line
+    last = OUTCOMES.get(outcome) or Cell(f"✗ {outcome}", kind="bad")
+    return [*(Cell(DASH if text == NONE else text) for text in figures), replace(last, more=errors)]
 
 
 def _position(each: DraftPosition) -> Line:
-    counts = str(each.tokens), DASH if each.bonus else str(each.corrections)
-    figures, outcome = (DASH,) * 4, Cell("too few tokens")
-    if each.tested:
-        corrections = f"{each.detectable_correction:.4f}" if each.corrections else DASH
-        figures = f"{each.statistic:.2f}", f"{each.p_value:.2g}", f"{each.detectable:.4f}", corrections
-        outcome = Cell("✗ failed", kind="bad") if each.failed else Cell("✓ passed", kind="good")
-    place = "bonus" if each.bonus else str(each.position + 1)
-    return Line(place, [*map(Cell, (*counts, *figures)), outcome])
+    place, *line = each.line
+    del line[POSITIONS.index("df") - 1]
+    return Line(place, _cells(line))
 
 
-def _p_values(report: VerifyReport) -> Plot:
+def _p_values(report: VerifyReport) -> Plot | None:
     """Draw the p-value of every test: without a difference, they are spread evenly from 0 to 1."""
     groups = {"drafter": False, "control": True}
     marks = []
@@ -173,14 +168,12 @@ def _p_values(report: VerifyReport) -> Plot:
     )
 
 
-def _detection(report: VerifyReport) -> list[Plot]:
+def _detection(report: VerifyReport) -> Plot | None:
     best = report.best_by_position
-    if not best:
-        return []
     positions = [each.position + 1 for each in best]
     points = Points("", positions, [each.detectable_correction for each in best], 0, "line")
     axis = Axis("distance", low=0, grid=True)
-    plot = make_plot(
+    return make_plot(
         "detection" if report.planted is None else f"detection-{report.planted}",
         f"What the tests by position detect{_planted(report)}",
         f"The smallest total variation distance of the corrections that some test detects with probability"
@@ -189,7 +182,6 @@ def _detection(report: VerifyReport) -> list[Plot]:
         [Panel(150, [points], axis)],
         Axis("position in the draft", whole=True),
     )
-    return [plot]
 
 
 def _planted(report: VerifyReport) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.profiling.host import host_ms, whole_round_ms
-from foredraft.profiling.timing import ForwardMeter, TimedTurns, reading, timed
+from foredraft.profiling.timing import TimedTurns, forward_turns, reading, timed
 
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
 
@@ -59,13 +58,13 @@ class Samples:
     @classmethod
     def from_json(cls, values: Any) -> Samples:
         """Return the samples whose `least` was kept; what is none is left out, to be measured again."""
-        kept = values.items() if isinstance(values, dict) else ()
-        lists = {cost: samples for cost, samples in kept if isinstance(samples, list)}
 
-        def is_time(ms: Any) -> bool:
-            return isinstance(ms, int | float) and 0 <= ms <= sys.float_info.max
+        def sound(samples: Any) -> bool:
+            times = isinstance(samples, list)
+            return times and all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in samples)
 
-        return cls({cost: samples for cost, samples in lists.items() if all(map(is_time, samples))})
+        kept = values if isinstance(values, dict) else {}
+        return cls({cost: samples for cost, samples in kept.items() if sound(samples)})
 
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
@@ -101,10 +100,10 @@ class Forwards:
         missing = [work for work, cost in self.costs.items() if samples.steady(cost) is None]
         if not missing or (self.batch > 1 and time.perf_counter() >= deadline):
             return False
-        turns = ForwardMeter(
+        turns = forward_turns(
             self.engine.target, self.engine.drafters, self.batch, self.context,
             widths=self.widths, lengths={1, self.draft}, settle=0.0,
-        ).turns  # fmt: skip
+        )  # fmt: skip
         turns.keep({1, *missing})
         _take_turns(turns, 1, LIMIT_STEPS, deadline)
         for work, seconds in turns.seconds.items():
@@ -126,10 +125,8 @@ class HostWork:
     def __init__(self, engine: Engine, longest: int) -> None:
         self.engine, self.longest = engine, longest
         self.siblings = min(longest, engine.target.max_queries - 1 - longest)  # of one pass
-        autoregressive = any(
-            isinstance(drafter, AutoregressiveDrafter) for drafter in engine.drafters.values()
-        )
-        if not (autoregressive and engine.target.takes_leaves):
+        autoregressive = (isinstance(each, AutoregressiveDrafter) for each in engine.drafters.values())
+        if not (engine.target.takes_leaves and any(autoregressive)):
             self.siblings = 0
         self.batches: list[int] = []  # those that were asked for
         self.sound = True  # every round that was tried could be timed
@@ -195,10 +192,11 @@ class Reading:
     """What the draft models, which read texts in a cache of their own, take for a token more."""
 
     def __init__(self, engine: Engine) -> None:
-        passes = {name: drafter.draft_pass for name, drafter in engine.drafters.items()}
         self.device = engine.device
         self.readers = {
-            name: own for name, own in passes.items() if own is not None and own.runner is not engine.target
+            name: own
+            for name, drafter in engine.drafters.items()
+            if (own := drafter.draft_pass) is not None and own.runner is not engine.target
         }
 
     def ms(self, samples: Samples) -> dict[str, float]:
@@ -272,11 +270,6 @@ class Profile:
     sampled: CostTable  # of rounds that draw tokens
     doubt: str | None = None  # why not all costs are believed; None where all were measured and steady
     seconds: float = 0.0  # time that measuring took; 0 where all costs were kept
-
-    @property
-    def believed(self) -> bool:
-        """Whether all costs were measured and steady."""
-        return self.doubt is None
 
 
 def use_profile(
@@ -365,23 +358,20 @@ def measure_profile(
     steady = [known for each in forwards for known in each.steady(samples)]
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)
-    timed = [each for each in forwards if each.batch in host.batches]
-    passes: dict[int, dict[int, float]] = {}  # batch -> columns of a row -> ms
-    for each in timed:
+    # batch -> columns of a row -> ms, and drafter -> batch -> ms of the first and of a further step
+    passes: dict[int, dict[int, float]] = {}
+    drafts: dict[str, dict[int, tuple[float, float]]] = {}
+    for each in forwards:
+        if each.batch not in host.batches:
+            continue
         ms = each.ms(samples)
         passes[each.batch] = {width: known for width in each.widths if (known := ms[width]) is not None}
+        for name, drafter in engine.drafters.items():
+            if (steps := _draft_cost(ms, name, drafter, each.draft)) is not None:
+                drafts.setdefault(name, {})[each.batch] = steps
     if doubt is not None:
-        # No pass is dearer than where a token more a row takes `column` ms: samples may agree and still be
-        # disturbed, and without this a policy might never draft, and so never learn.
-        column = (ASSUMED_PASS - 1) * passes[1][1] / longest
-        passes = {
-            batch: {
-                n: min(by_width.get(n, math.inf), by_width[1] + batch * column * (n - 1))
-                for n in sorted({*by_width, longest + 1})
-            }
-            for batch, by_width in passes.items()
-        }
-    drafts, reads = _drafts(engine, timed, samples), reading.ms(samples)  # these draw no tokens
+        passes = _bounded(passes, longest)
+    reads = reading.ms(samples)  # these draw no tokens, as drafts
 
     def table(draws: bool) -> CostTable:
         known = _with_host(passes, host.ms(samples, draws=draws), longest)
@@ -390,17 +380,19 @@ def measure_profile(
     return Profile(table(draws=False), table(draws=True), doubt, seconds)
 
 
-def _drafts(
-    engine: Engine, forwards: Sequence[Forwards], samples: Samples
-) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return drafter -> batch -> ms of the first and of a further step."""
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for each in forwards:
-        ms = each.ms(samples)
-        for name, drafter in engine.drafters.items():
-            if (steps := _draft_cost(ms, name, drafter, each.draft)) is not None:
-                found.setdefault(name, {})[each.batch] = steps
-    return found
+def _bounded(passes: dict[int, dict[int, float]], longest: int) -> dict[int, dict[int, float]]:
+    """Return passes none of which is dearer than where a token more a row takes `column` ms.
+
+    Samples may agree and still be disturbed, and without this a policy might never draft, and so never learn.
+    """
+    column = (ASSUMED_PASS - 1) * passes[1][1] / longest
+    return {
+        batch: {
+            n: min(by_width.get(n, math.inf), by_width[1] + batch * column * (n - 1))
+            for n in sorted({*by_width, longest + 1})
+        }
+        for batch, by_width in passes.items()
+    }
 
 
 def _doubt(seconds: float, budget: float, steady: Sequence[bool], sound: bool) -> str | None:

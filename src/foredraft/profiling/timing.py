@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -46,10 +46,6 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-class OwnSeconds(float):
-    """The seconds of a work that has more to do than what is timed, as its result."""
-
-
 class TimedTurns:
     """Works that take turns: each once, and the next turn in the opposite order."""
 
@@ -74,29 +70,12 @@ class TimedTurns:
                     ran += timed(self.works[key], self.device)[0]
             for _ in range(RUNS):  # again where a pass was captured, or will be when it runs again
                 before = Graphs.unsettled
-                taken, result = timed(self.works[key], self.device)
+                taken, _ = timed(self.works[key], self.device)
                 if Graphs.unsettled == before:
                     break
             if counts:
-                self.seconds[key].append(result if isinstance(result, OwnSeconds) else taken)
+                self.seconds[key].append(taken)
         self._backwards = not self._backwards
-
-
-def interleaved(
-    works: Mapping[Any, Work],
-    device: torch.device,
-    repeats: int,
-    *,
-    warm: int = 4,
-    settle: float | None = None,
-    after: Work = lambda: None,
-) -> dict[Hashable, list[float]]:
-    """Return the seconds of each work in `repeats` turns; `after` is called after each."""
-    turns = TimedTurns(works, device, settle)
-    for turn in range(-warm, repeats):
-        turns.take(counts=turn >= 0)
-        after()
-    return turns.seconds
 
 
 @contextmanager
@@ -170,7 +149,6 @@ class RoundTimer(Observer):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.seconds: dict[Phase, float] = {"round": 0.0, "draft": 0.0, "verify": 0.0}  # by phase
-        self.rounds = 0  # count
 
     def phase(self, phase: Phase) -> AbstractContextManager[object]:
         return self._timed(phase) if phase in self.seconds else SILENT.phase(phase)
@@ -182,7 +160,6 @@ class RoundTimer(Observer):
         yield
         synchronise(self.engine.device)
         self.seconds[phase] += time.perf_counter() - start
-        self.rounds += phase == "round"
 
     @property
     def host(self) -> float:
@@ -276,12 +253,7 @@ def reading(draft_pass: DraftPass, tokens: int) -> Work:
 
 def in_sequence(draft: Work, verify: Work) -> Work:
     """Return the forwards of a round: the draft, then its verifying pass."""
-
-    def round() -> None:
-        draft()
-        verify()
-
-    return round
+    return lambda: (draft(), verify())
 
 
 def draft_seconds(rounds: Seq[float], verifying: Seq[float]) -> float:
@@ -289,30 +261,23 @@ def draft_seconds(rounds: Seq[float], verifying: Seq[float]) -> float:
     return max(0.0, median(whole - part for whole, part in zip(rounds, verifying, strict=True)))
 
 
-class ForwardMeter:
-    """Times verifying passes and drafts by turns."""
-
-    def __init__(
-        self,
-        target: Any,  # the target's runner
-        drafters: Mapping[str, Drafter],  # by name; those without a draft pass cost nothing and are left out
-        batch: int,  # sequences
-        context: int,  # tokens of each
-        *,
-        widths: Iterable[int],  # columns of the verifying passes, `length + 1` of every draft among them
-        lengths: Iterable[int],  # of the drafts
-        settle: float = SETTLE,  # as `Turns` has it
-    ) -> None:
-        widths, lengths = sorted(set(widths)), sorted(set(lengths))
-        bare = BareForwards(target, batch, context, max(widths))
-        works: dict[int | tuple[str, int], Work] = {width: bare.verify(width) for width in widths}
-        for name, drafter in drafters.items():
-            if drafter.draft_pass is not None:
-                for length in lengths:
-                    draft = bare.draft(drafter.draft_pass, length)
-                    works[name, length] = in_sequence(draft, works[length + 1])
-        self.turns = TimedTurns(works, bare.cache.device, settle)  # by width, and by (drafter, length)
-
-    @property
-    def seconds(self) -> dict[Any, list[float]]:
-        return self.turns.seconds
+def forward_turns(
+    target: Any,  # the target's runner
+    drafters: Mapping[str, Drafter],  # by name; those without a draft pass cost nothing and are left out
+    batch: int,  # sequences
+    context: int,  # tokens of each
+    *,
+    widths: Iterable[int],  # columns of the verifying passes, `length + 1` of every draft among them
+    lengths: Iterable[int],  # of the drafts
+    settle: float = SETTLE,  # as `TimedTurns` has it
+) -> TimedTurns:
+    """Return verifying passes by their width, and rounds by (drafter, drafted tokens), to time by turns."""
+    widths, lengths = sorted(set(widths)), sorted(set(lengths))
+    bare = BareForwards(target, batch, context, max(widths))
+    works: dict[int | tuple[str, int], Work] = {width: bare.verify(width) for width in widths}
+    for name, drafter in drafters.items():
+        if drafter.draft_pass is not None:
+            for length in lengths:
+                draft = bare.draft(drafter.draft_pass, length)
+                works[name, length] = in_sequence(draft, works[length + 1])
+    return TimedTurns(works, bare.cache.device, settle)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from math import sqrt
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import foredraft
 from foredraft.bench.bench_records import MAX_REPEATED, Spread
 from foredraft.bench.contender import ForedraftContender, Timing
+from foredraft.bench.figures import Runs
 from foredraft.bench.measurement import measure_costs
 from foredraft.bench.settings import Progress, TuneSettings
-from foredraft.bench.workload import turns
+from foredraft.bench.workload import Group, turns
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip, LowBit
@@ -40,48 +41,12 @@ from foredraft.tune.tune_records import TAU_TOLERANCE, Finalist, Trial
 from foredraft.user_cache import PRIVATE_CACHE, NotPrivateError, check_folder, make_folder
 
 
-class Agreement:
-    """Decoded and expected rounds of one plan at one draft length."""
+class Agreement(NamedTuple):
+    """How well decoded and expected rounds of one plan agree."""
 
-    def __init__(
-        self, runner: Runner, drafting: Runner | None, skips: Skips, draft_length: int, temperature: float
-    ) -> None:
-        self.runner, self.drafting = runner, drafting
-        self.draft_length, self.temperature = draft_length, temperature
-        self.plan = skips.plan(runner.decoder.spec.layers)
-        self.tokens = 0  # new tokens of all texts
-        self.decoded_rounds: list[int] = []  # rounds that each text took
-        self.expected_rounds: list[float] = []  # rounds that teacher forcing expects of each text
-
-    def add(self, texts: Sequence[CalibrationText], rounds: Sequence[int]) -> None:
-        """Add decoded texts and the rounds that each took; the end of a text may cut its last round."""
-        pairs = zip(texts, rounds, strict=True)
-        ordered = sorted(pairs, key=lambda pair: -pair[0].new_tokens)  # the order that TeacherForced uses
-        calibration = CalibrationTexts(tuple(text for text, _ in ordered), self.temperature)
-        teacher_forced = TeacherForced(self.runner, calibration, self.draft_length, drafting=self.drafting)
-        starts = teacher_forced.rounds(self.plan, every_start=True).starts[self.draft_length - 1]  # [R, N]
-        self.expected_rounds += map(float, starts.sum(1))
-        self.decoded_rounds += [decoded for _, decoded in ordered]
-        self.tokens += teacher_forced.tokens
-
-    @property
-    def tau(self) -> float:
-        """τ of decoding."""
-        return self.tokens / sum(self.decoded_rounds)
-
-    @property
-    def predicted_tau(self) -> float:
-        """τ that teacher forcing predicts."""
-        return self.tokens / sum(self.expected_rounds)
-
-    @property
-    def relative_error(self) -> float:
-        """Standard error of `tau` ÷ `tau`."""
-        if self.temperature == 0:
-            return 0.0
-        pairs = zip(self.decoded_rounds, self.expected_rounds, strict=True)
-        squares = sum((decoded - expected) ** 2 for decoded, expected in pairs)
-        return sqrt(squares) / sum(self.decoded_rounds)
+    tau: float  # of decoding
+    predicted_tau: float  # by teacher forcing
+    relative_error: float  # standard error of `tau` ÷ `tau`
 
 
 def check_writable(folder: Path) -> None:
@@ -155,39 +120,30 @@ def _reason(error: ConfigError) -> str:
     return getattr(error.__cause__, "strerror", None) or "not a place for a file"
 
 
-def replaced_plan_note(hash: str, draft_weights: str | None = None) -> str | None:
-    """Return a note on the cached plan that a winner replaces, or None if there is none that can be used."""
-    with suppress(ConfigError):
-        if (plan := find_plan(hash, draft_weights)) is not None:
-            return f"The winner replaces the earlier plan {plan}."
-    return None
-
-
-def remaining_plan_note(
-    hash: str, finalists: Sequence[Finalist], draft_weights: str | None = None
+def earlier_plan_note(
+    hash: str, finalists: Sequence[Finalist], draft_weights: str | None, *, replaced: bool
 ) -> str | None:
-    """Return a note on the cached plan that stays in use because no finalist won; None if there is none."""
-    file = plan_place(hash, draft_weights)
+    """Return a note on the cached plan, which a winner has replaced or which stays; None if there is none."""
     try:
         plan = find_plan(hash, draft_weights)
     except ConfigError as error:
-        return f"An earlier plan cannot be used: {error}."
+        return None if replaced else f"An earlier plan cannot be used: {error}."
     if plan is None:
         return None
+    if replaced:
+        return f"The winner replaces the earlier plan {plan}."
     skips = str(plan.skips)
     speedups = [finalist.speedup.median for finalist in finalists if finalist.skips == skips]
     result = f"ran at {speedups[0]:.2f} x plain decoding" if speedups else "was not timed"
     return (
-        f"The earlier plan {skips} in {file} stays in use; in this search it {result}. Delete the file to"
-        " stop using the plan."
+        f"The earlier plan {skips} in {plan_place(hash, draft_weights)} stays in use; in this search it"
+        f" {result}. Delete the file to stop using the plan."
     )
 
 
 MAX_PROMPTS = 16  # held-out prompts to decode; at 16, 13 wins are significant (`records.sign_test`)
 MAX_TURNS = 24  # runs over all prompts until τ must be accurate enough
 PLAIN = "none"
-
-Runs = list[list[Timing]]  # by prompt, then by repeat
 
 
 def decode_finalists(
@@ -222,12 +178,9 @@ def decode_finalists(
         context = int(median(map(len, prompts))) + options.new_tokens // 2
         costs = measure_costs(llm.loaded, 1, context, max(trial.draft for trial in trials)).drafting
         for name, trial in names.items():
-            agreement = Agreement(
-                runner, drafting, Skips.parse(trial.skips), trial.draft, options.temperature
-            )
-            _measure_agreement(agreement, prompts, options, contenders[name], runs[name])
+            agreement = _agreement(trial, prompts, options, contenders[name], runs, drafting)
             c = costs[name].of(trial.draft) / trial.draft
-            finalists.append(_finalist(trial, runs[PLAIN], runs[name], c, agreement, options.temperature))
+            finalists.append(_finalist(name, trial, runs, c, agreement, options.temperature))
     return finalists
 
 
@@ -236,55 +189,67 @@ def _run_in_turns(
     options: TuneSettings,
     contenders: Sequence[ForedraftContender],
     progress: Progress,
-) -> dict[str, Runs]:
+) -> list[Runs]:
     """Time all contenders on every prompt, by turns within each repeat."""
-    runs: dict[str, Runs] = {contender.name: [] for contender in contenders}
+    found: list[Runs] = []
     for done, prompt in enumerate(prompts):
-        for own in runs.values():
-            own.append([])
+        timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
         for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
             for contender in turns(contenders, repeat):
                 timing = contender.run([prompt], options.new_tokens)
                 if repeat >= 0:
-                    runs[contender.name][-1].append(timing)
+                    timings[contender.name].append(timing)
+        found.append(Runs(Group((done,), True), timings))
         progress("decode", done + 1, len(prompts))
-    return runs
+    return found
 
 
-def _measure_agreement(
-    found: Agreement,
+def _agreement(
+    trial: Trial,
     prompts: Sequence[list[int]],
     options: TuneSettings,
     contender: ForedraftContender,
-    runs: Runs,
-) -> None:
+    runs: Sequence[Runs],
+    drafting: Runner | None,
+) -> Agreement:
     """Compare decoded and predicted τ over the timed runs, and over more runs until τ is accurate enough."""
+    runner, tokens = contender.llm.loaded.runner, 0
+    plan = Skips.parse(trial.skips).plan(runner.decoder.spec.layers)
+    decoded, expected = list[int](), list[float]()  # rounds of each text; its end may cut the last one
+    error = 0.0
     for turn in range(MAX_TURNS):
         if turn < options.repeats:
-            timings = [repeats[turn] for repeats in runs]
+            timings = [each.timings[contender.name][turn] for each in runs]
         else:
             timings = [contender.run([prompt], options.new_tokens) for prompt in prompts]
-        found.add(
-            [
-                CalibrationText((*prompt, *timing.tokens[0]), len(prompt))
-                for prompt, timing in zip(prompts, timings, strict=True)
-            ],
-            [timing.stats.rounds for timing in timings if timing.stats is not None],
-        )
-        if found.relative_error <= TAU_TOLERANCE / 2:
+        pairs = [
+            (CalibrationText((*prompt, *timing.tokens[0]), len(prompt)), timing.stats.rounds)
+            for prompt, timing in zip(prompts, timings, strict=True)
+            if timing.stats is not None
+        ]
+        pairs.sort(key=lambda pair: -pair[0].new_tokens)  # the order that TeacherForced uses
+        calibration = CalibrationTexts(tuple(text for text, _ in pairs), options.temperature)
+        teacher_forced = TeacherForced(runner, calibration, trial.draft, drafting=drafting)
+        starts = teacher_forced.rounds(plan, every_start=True).starts[trial.draft - 1]  # [R, N]
+        expected += map(float, starts.sum(1))
+        decoded += [rounds for _, rounds in pairs]
+        tokens += teacher_forced.tokens
+        if options.temperature > 0:
+            squares = sum((own - other) ** 2 for own, other in zip(decoded, expected, strict=True))
+            error = sqrt(squares) / sum(decoded)
+        if error <= TAU_TOLERANCE / 2:
             break
+    return Agreement(tokens / sum(decoded), tokens / sum(expected), error)
 
 
 def _finalist(
-    trial: Trial, plain: Runs, own: Runs, c: float, agreement: Agreement, temperature: float
+    name: str, trial: Trial, runs: Sequence[Runs], c: float, agreement: Agreement, temperature: float
 ) -> Finalist:
-    """Summarise the runs of a plan (`own`) and of plain decoding; `c` is the cost of a draft token."""
-    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(own, plain, strict=True)]
-    ratios = [median(a.tokens_per_second / b.tokens_per_second for a, b in prompt) for prompt in pairs]
-    stats = Stats.merge(timing.stats for runs in own for timing in runs if timing.stats is not None)
-    identical = all(a.tokens == b.tokens for prompt in pairs for a, b in prompt)
+    """Summarise the runs of a plan beside plain decoding; `c` is the cost of a draft token."""
+    ratios = [each.ratio(name, PLAIN) for each in runs]
+    tokens = ([[timing.tokens for timing in each.timings[key]] for key in (name, PLAIN)] for each in runs)
     speedup = Spread.of(ratios)
-    repetition = Spread.of(repeated(runs[0].tokens[0]) for runs in own)
+    repetition = Spread.of(repeated(each.timings[name][0].tokens[0]) for each in runs)
     assert speedup is not None and repetition is not None
     return Finalist(
         skips=trial.skips,
@@ -292,11 +257,11 @@ def _finalist(
         predicted=trial.predicted,
         predicted_tau=agreement.predicted_tau,
         tau=agreement.tau,
-        alpha=stats.alpha or 0.0,
+        alpha=Stats.merge(each.stats(name) for each in runs).alpha or 0.0,
         c=c,
         speedup=speedup,
-        identical=identical if temperature == 0 else None,
-        prompts=len(own),
+        identical=all(own == plain for own, plain in tokens) if temperature == 0 else None,
+        prompts=len(runs),
         repeated=repetition,
         faster=sum(ratio > 1 for ratio in ratios),
         trial_tau=trial.taus[trial.draft - 1],

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from foredraft import demo
 from foredraft.bench.machine_record import LoadWatch, machine
-from foredraft.bench.settings import Progress, TuneSettings, silent
+from foredraft.bench.settings import Progress, TuneSettings, silent, without_prefill
 from foredraft.bench.workload import AS_IT_IS, PromptForm
 from foredraft.drafters.layer_skip import LowBit
 from foredraft.drafters.plan_files import model_hash, plan_place
@@ -29,20 +29,20 @@ from foredraft.model.spec import ModelSpec
 from foredraft.tune.finals import (
     check_writable,
     decode_finalists,
+    earlier_plan_note,
     make_plan_file,
-    remaining_plan_note,
-    replaced_plan_note,
     save_plan,
 )
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import (
-    CalibrationCache,
     CalibrationTexts,
     TeacherForced,
+    cached_texts,
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
+    texts_key,
     write_calibration_texts,
 )
 from foredraft.tune.tune_records import Finalist, TuneReport, measure_plan_costs
@@ -67,20 +67,26 @@ def tune(
 
     Ctrl-C ends the search early: the study keeps its trials, and the report holds them.
     """
-    stages, watch = _Stages(), LoadWatch(progress)
+    stages, watch = dict[str, float](), LoadWatch(progress)
     deadline = Deadline(options.timeout)
     storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
         check_writable(plan.parent)
-    source = _resolve(model, loading)
+    revision = loading.pop("revision", None)
+    if model is None and revision is not None:
+        remedy = "give the hub id of a model, or leave it out"
+        problem = "but the demo model has no revisions"
+        raise ConfigError(problem, option="revision", value=revision, remedy=remedy)
+    found = demo.target_path() if model is None else resolve(model, revision)
+    source = with_loras(found, loading.get("lora", ()))
     hash = model_hash(source)
-    with stages("load"):
+    with _stage(stages, "load"):
         llm = _load(source.path, prompts, form, options, loading, watch)
     _check_layers(llm.loaded.spec)
     run = _Run(model or "demo", source, hash, llm, options, form, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, run.runner)
     ids, held_out = hold_out(_encode(llm, form.applied(llm.tokenizer, prompts), options, truncate))
-    with stages("calibrate"):
+    with _stage(stages, "calibrate"):
         calibration = run.calibrate(ids)
         teacher_forced = TeacherForced(
             run.runner, calibration, max_draft, deadline.check, watch, run.drafting
@@ -93,10 +99,8 @@ def _check_layers(spec: ModelSpec) -> None:
     """Raise ConfigError where the layers of a model cannot be skipped one by one."""
     if spec.producers or spec.layer_input_size:
         what = "read the keys and values of others" if spec.producers else "take inputs besides their states"
-        raise ConfigError(
-            f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}",
-            remedy=("load it with ", Option("plan", "exit:LAYER")),
-        )
+        problem = f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}"
+        raise ConfigError(problem, remedy=("load it with ", Option("plan", "exit:LAYER")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class _Run:
     options: TuneSettings
     form: PromptForm
     storage: StudyStorage
-    stages: _Stages
+    stages: dict[str, float]  # the seconds of each, by its name
     progress: LoadWatch
 
     @property
@@ -126,9 +130,11 @@ class _Run:
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
         llm, tokens, temperature = self.llm, self.options.tokens, self.options.temperature
-        cache = CalibrationCache(self.source, self.hash, llm.loaded, prompts, tokens, temperature)
-        return cache.read_or(
-            lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress)
+        key = texts_key(self.source, self.hash, llm.loaded, prompts, tokens, temperature)
+        return cached_texts(
+            key,
+            llm.loaded.spec.vocab_size,
+            lambda: write_calibration_texts(llm, prompts, tokens, temperature, self.progress),
         )
 
     def search(
@@ -140,7 +146,7 @@ class _Run:
         context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
         study = _study_name(self.hash, loaded, calibration, max_draft, options.draft_weights)
         with self.storage.loss_reported():
-            with self.stages("costs"):
+            with _stage(self.stages, "costs"):
                 search = Search(
                     self.storage, study, options, teacher_forced,
                     lambda: measure_plan_costs(
@@ -167,16 +173,16 @@ class _Run:
             model=self.name, model_hash=self.hash, layers=loaded.spec.layers, study=study,
             storage=self.storage.shown, options=asdict(options) | shown, machine={},
             tokens=calibration.tokens, costs=search.costs, trials=trials, importance=importance,
-            seconds=self.stages.seconds, finished=finished, notes=tuple(notes),
+            seconds=self.stages, finished=finished, notes=tuple(notes),
         )  # fmt: skip
 
     def _run_trials(self, search: Search) -> bool:
         """Run the trials; return False if Ctrl-C ended them, and raise it if no trial is complete."""
         try:
             with self.runner.uncaptured():
-                with self.stages("rank"):
+                with _stage(self.stages, "rank"):
                     search.find_seed_plans(self.progress)
-                with self.stages("search"):
+                with _stage(self.stages, "search"):
                     search.run_trials(self.progress)
         except KeyboardInterrupt:
             if not search.trials():
@@ -190,7 +196,7 @@ class _Run:
         if not report.finished:
             return report
         try:
-            with self.stages("decode"):
+            with _stage(self.stages, "decode"):
                 best = best_trials(
                     report.trials, options.finalists, of_copy=options.draft_weights is not None
                 )
@@ -205,12 +211,10 @@ class _Run:
         """Save the winner's plan, if a finalist wins, and say so in the report."""
         loaded, weights, finalists = self.llm.loaded, self.options.draft_weights, report.finalists
         winner, files, unwritten = _winner(finalists), list[str](), list[str]()
+        note = earlier_plan_note(self.hash, finalists, weights, replaced=winner is not None)
         if winner is not None:
-            note = replaced_plan_note(self.hash, weights)
             plan = make_plan_file(finalists[winner], self.name, self.hash, loaded, self.options)
             files, unwritten = save_plan(plan, plan_out)
-        else:
-            note = remaining_plan_note(self.hash, finalists, weights)
         return replace(
             report,
             machine=machine(loaded.engine.device) | {"highest_load": self.progress.highest},
@@ -219,21 +223,6 @@ class _Run:
             notes=(*report.notes, *filter(None, [note])),
             unwritten=tuple(unwritten),
         )
-
-
-def _resolve(model: str | None, loading: dict[str, Any]) -> ModelSource:
-    """Return the model, with its LoRAs; take `revision` out of the loading options."""
-    revision, loras = loading.pop("revision", None), loading.get("lora", ())
-    if model is not None:
-        return with_loras(resolve(model, revision), loras)
-    if revision is not None:
-        raise ConfigError(
-            "but the demo model has no revisions",
-            option="revision",
-            value=revision,
-            remedy="give the hub id of a model, or leave it out",
-        )
-    return with_loras(demo.target_path(), loras)
 
 
 def _load(
@@ -253,12 +242,8 @@ def _load(
         longest = form.longest(tokenizer, prompts)
         return min(CALIBRATION_BATCH, len(prompts)), longest + _new_tokens(options, prompts)
 
-    def without_prefill(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":
-            progress(stage, done, total)
-
     given = {**loading, "draft_weights": options.draft_weights}
-    return load_for(needs, model, drafter="none", progress=without_prefill, **given)
+    return load_for(needs, model, drafter="none", progress=without_prefill(progress), **given)
 
 
 def _encode(
@@ -339,16 +324,11 @@ def _winner(finalists: Sequence[Finalist]) -> int | None:
     return max(eligible, key=lambda index: finalists[index].speedup.median, default=None)
 
 
-class _Stages:
-    """Measures the seconds of each stage, by its name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = time.perf_counter() - start
+@contextmanager
+def _stage(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Measure the seconds of a stage."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - start

@@ -4,7 +4,7 @@ The objective, the predicted speed-up at the best draft length, has no noise; th
 per sub-layer. Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) decodes and times each plan; here a trial
 is one forward of the draft (`teacher_forced`). Seed plans:
 
-- `every_other`: skip every second layer.
+- skip every second layer.
 - `greedy`: rank sub-layers by how little skipping each one alone changes the states before the head.
 - `clasp`: the dynamic programme of CLaSp (Chen et al. 2025, arXiv:2505.24196) over columns of a few drafts:
 
@@ -20,14 +20,13 @@ tried once a trial of it is complete; a plan whose trial still runs, or died, co
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import combinations
-from math import comb
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from foredraft.bench.settings import Progress, Steps, TuneSettings, silent
 from foredraft.drafters.plan_files import Skips
+from foredraft.drafters.strict_records import as_record
 from foredraft.errors import ConfigError, Option
 from foredraft.model.runner import Resume
 from foredraft.model.spec import Plan
@@ -53,12 +53,6 @@ def skips_of(sub_layers: Iterable[int]) -> Skips:
     """Convert numbers of sub-layers to skips."""
     chosen = sorted(sub_layers)
     return Skips(tuple(i // 2 for i in chosen if i % 2 == 0), tuple(i // 2 for i in chosen if i % 2))
-
-
-def every_other(layers: int) -> Skips:
-    """Return skips of layers 1, 3, 5, ..., attention and MLP."""
-    odd = tuple(range(1, layers, 2))
-    return Skips(odd, odd)
 
 
 @torch.inference_mode()
@@ -195,7 +189,7 @@ class HillClimbingSampler(BaseSampler):  # type: ignore[misc]
         )
         for distance in range(1, len(names) + 1):
             flips: Iterator[frozenset[str]] = map(frozenset, combinations(names, distance))
-            if comb(len(names), distance) > MAX_LISTED:  # a random part of all sets of so many names
+            if math.comb(len(names), distance) > MAX_LISTED:  # a random part of all sets of so many names
                 flips = (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
             if untried := _untried(list(flips), complete, running):
                 flipped = self._random.choice(untried)
@@ -235,19 +229,19 @@ class Deadline:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self._at: float | None = None  # seconds of the monotonic clock
+        self._at = math.inf  # seconds of the monotonic clock
 
     def start(self) -> None:
-        if self.seconds is not None:
-            self._at = time.monotonic() + self.seconds
+        self._at = math.inf if self.seconds is None else time.monotonic() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left, 0 at least."""
+        return max(0.0, self._at - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        return self._at is not None and time.monotonic() >= self._at
-
-    def clip(self, seconds: float) -> float:
-        """Return `seconds`, or the seconds left until the deadline if they are fewer."""
-        return seconds if self._at is None else max(0.0, min(seconds, self._at - time.monotonic()))
+        return self.left == 0
 
     def check(self) -> None:
         """Raise OutOfTime if the deadline has passed."""
@@ -259,8 +253,8 @@ def seed_plans(teacher_forced: TeacherForced, progress: Progress = silent) -> di
     """Return different plans that a search tries first, by name; early exits come last."""
     layers = teacher_forced.runner.decoder.spec.layers
     plans = {"nothing": Skips()}
-    if layers > 1:
-        plans["every other layer"] = every_other(layers)
+    if odd := tuple(range(1, layers, 2)):
+        plans["every other layer"] = Skips(odd, odd)
     most = 2 * layers - 1
     # sub-layers that `greedy` and `clasp` together run
     runs = 2 * layers * (1 + 2 * layers) + sum(1 + min(number + 1, most + 1) for number in range(2 * layers))
@@ -289,20 +283,16 @@ class Search:
         self.options, self.teacher_forced, self.deadline = options, teacher_forced, deadline
         self.layers = teacher_forced.runner.decoder.spec.layers
         self.storage, self.study = storage, storage.open_study(name)
-        stored = self.study.user_attrs.get(COSTS)
-        if stored is None:
+        if COSTS not in self.study.user_attrs:
             measured = json.dumps(asdict(measure_costs()))
-            stored = self.study.user_attrs.get(COSTS)  # another process may have stored its own meanwhile
-            if stored is None:
-                stored = measured
-                self.study.set_user_attr(COSTS, stored)
-        self.costs = PlanCosts.from_json(stored)
+            if COSTS not in self.study.user_attrs:  # another process may have stored its own meanwhile
+                self.study.set_user_attr(COSTS, measured)
+        self.costs = as_record(PlanCosts, json.loads(self.study.user_attrs[COSTS]))
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
         self._seeds: dict[Plan, str] = {}  # the names of the seed plans
 
     def trials(self) -> list[Trial]:
         """Return the completed trials of the study, by number."""
-        complete = (optuna.trial.TrialState.COMPLETE,)
         return [
             Trial(
                 number=trial.number,
@@ -312,7 +302,7 @@ class Search:
                 taus=tuple(trial.user_attrs["taus"]),
                 origin=trial.user_attrs.get(ORIGIN),
             )
-            for trial in self.study.get_trials(deepcopy=False, states=complete)
+            for trial in _trials(self.study, State.COMPLETE)
         ]
 
     @property
@@ -329,12 +319,12 @@ class Search:
 
     def find_seed_plans(self, progress: Progress = silent) -> None:
         """Find the plans that the trials begin with: those of the study, or ranked now and kept there."""
-        stored = self.study.user_attrs.get(SEEDS)
-        if stored is None:
+        if SEEDS not in self.study.user_attrs:
             plans = seed_plans(self.teacher_forced, progress)
             stored = json.dumps({origin: str(skips) for origin, skips in plans.items()})
             self.study.set_user_attr(SEEDS, stored)
-        self._seeds = {self._plan(skips): origin for origin, skips in json.loads(stored).items()}
+        seeds = json.loads(self.study.user_attrs[SEEDS])
+        self._seeds = {self._plan(skips): origin for origin, skips in seeds.items()}
 
     def run_trials(self, progress: Progress) -> None:
         """Run trials until the study has enough, all plans were tried, or the deadline has passed."""
@@ -347,7 +337,7 @@ class Search:
             note = f"best predicted speed-up {best:.2f}" if done else ""
             if earlier < done < total:
                 left = (time.monotonic() - started) / (done - earlier) * (total - done)
-                left = self.deadline.clip(left)  # in the largest unit of which there are at least two
+                left = min(left, self.deadline.left)  # in the largest unit of which there are at least two
                 units = ((name, size) for name, size in (("h", 3600), ("min", 60)) if left >= 2 * size)
                 unit, size = next(units, ("s", 1))
                 note += f", about {left / size:.0f} {unit} left"
@@ -358,9 +348,10 @@ class Search:
         seed = self.options.seed + len(self.study.trials)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            climbs = self.options.sampler == "hill-climbing"
-            gaussian = partial(optuna.samplers.GPSampler, deterministic_objective=True)
-            sampler = HillClimbingSampler(seed) if climbs else gaussian(seed=seed)
+            if self.options.sampler == "hill-climbing":
+                sampler: Any = HillClimbingSampler(seed)
+            else:
+                sampler = optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
         seeds = [self._params(plan) for plan in self._seeds]
         self.study.sampler = SeedsFirst([*self._params(Plan.full(self.layers))], seeds, sampler)
         while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
@@ -370,12 +361,9 @@ class Search:
                 best = max(best, predicted)
                 report()
         if not self.trials():
-            raise ConfigError(
-                "but no trial was completed in that time",
-                option="timeout",
-                value=self.options.timeout,
-                remedy=("raise ", Option("timeout"), " or lower ", Option("tokens")),
-            )
+            problem = "but no trial was completed in that time"
+            remedy = ("raise ", Option("timeout"), " or lower ", Option("tokens"))
+            raise ConfigError(problem, option="timeout", value=self.options.timeout, remedy=remedy)
         if self.exhausted and done < total:
             progress("trials", done, done, f"all {self.plan_count} plans were tried")
 
@@ -394,19 +382,17 @@ class Search:
 
     def _objective(self, trial: Any) -> float:
         """Return the predicted speed-up of the plan that a trial proposes, and store it with the trial."""
-        skipped: dict[str, list[int]] = {kind: [] for kind in KINDS}
-        for kind, layers in skipped.items():
-            for layer in range(self.layers):
-                if trial.suggest_categorical(f"{kind}.{layer}", [False, True]):
-                    layers.append(layer)
-        skips = Skips(tuple(skipped["attention"]), tuple(skipped["mlp"]))
+        attention, mlp = (
+            tuple(i for i in range(self.layers) if trial.suggest_categorical(f"{kind}.{i}", [False, True]))
+            for kind in KINDS
+        )
+        skips = Skips(attention, mlp)
         plan = skips.plan(self.layers)
         if plan in self._seeds:
             trial.set_user_attr(ORIGIN, self._seeds[plan])
-        taus = self._taus.get(plan)
-        if taus is None:
-            taus = tuple(map(float, self.teacher_forced.rounds(plan).taus))
-            self._taus[plan] = taus
+        if plan not in self._taus:
+            self._taus[plan] = tuple(map(float, self.teacher_forced.rounds(plan).taus))
+        taus = self._taus[plan]
         # the plan or its equivalent early exit, whichever is faster, and its speed-ups [K]
         exit = skips.as_exit(self.layers)
         forms = [skips] if exit is None or self.costs.exit is None else [skips, exit]

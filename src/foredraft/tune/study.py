@@ -39,14 +39,13 @@ class StudyStorage:
     """The storage of studies."""
 
     def __init__(self, url: str | None) -> None:
+        self._study: str | None = None
         cached = _cached_database() if url is None else None
         if cached is not None:
             url = f"{SQLITE}{cached}"
         self.shown = "memory" if url is None else _shown(url)  # without what may be a password
-        self._study: str | None = None
-        self.storage: Any = (
-            optuna.storages.InMemoryStorage() if url is None else _open(url, in_cache=cached is not None)
-        )
+        in_memory = optuna.storages.InMemoryStorage
+        self.storage: Any = in_memory() if url is None else _open(url, in_cache=cached is not None)
 
     def open_study(self, name: str) -> Any:
         """Return the study of this name; create it if there is none."""
@@ -61,15 +60,11 @@ class StudyStorage:
         try:
             yield
         except Exception as error:
-            reason = self._loss(error)
-            if reason is None:
+            if (reason := self._loss(error)) is None:
                 raise
-            raise ConfigError(
-                f"which was lost during the search ({reason}), so no plan was written",
-                option="storage",
-                value=self.shown,
-                remedy="restore it and run the same command again to continue, or start over with another",
-            ) from error
+            problem = f"which was lost during the search ({reason}), so no plan was written"
+            remedy = "restore it and run the same command again to continue, or start over with another"
+            raise ConfigError(problem, option="storage", value=self.shown, remedy=remedy) from error
 
     def _loss(self, error: Exception) -> str | None:
         """Return why an exception means that the study is lost; None if the study is still there."""

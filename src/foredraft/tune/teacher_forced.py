@@ -21,9 +21,10 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,11 +92,9 @@ def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[i
     """Split different prompts, in a fixed random order, into those for calibration and those held out."""
     different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
     if len(different) < 2:
-        raise ConfigError(
-            "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts",
-            option="prompts",
-            remedy="give two or more different prompts, since some are held out",
-        )
+        problem = "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts"
+        remedy = "give two or more different prompts, since some are held out"
+        raise ConfigError(problem, option="prompts", remedy=remedy)
     random.Random(0).shuffle(different)
     count = calibration_prompt_count(len(different))
     held_out = different[1::HELD_OUT_EVERY]
@@ -135,12 +134,9 @@ def write_calibration_texts(
     if done >= min(tokens, MIN_TOKENS):
         progress("calibrate", done, done)  # the prompts give no more
         return CalibrationTexts(tuple(texts), temperature)
-    raise ConfigError(
-        f"but the prompts give {done} new tokens without repetition",
-        option="tokens",
-        value=tokens,
-        remedy=("give more prompts or lower ", Option("tokens")),
-    )
+    problem = f"but the prompts give {done} new tokens without repetition"
+    remedy = ("give more prompts or lower ", Option("tokens"))
+    raise ConfigError(problem, option="tokens", value=tokens, remedy=remedy)
 
 
 def _generate_texts(
@@ -168,63 +164,53 @@ KIND = "texts"  # of the user's cache
 FORMAT = 1
 
 
-class CalibrationCache:
-    """The cached texts of one search."""
+def texts_key(
+    source: ModelSource,
+    hash: str,
+    loaded: Loaded,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    temperature: float,
+) -> dict[str, Any]:
+    """Return everything that calibration texts depend on; the hash of the model covers no values."""
+    ends = (".safetensors", ".gguf", "config.json")
+    files = sorted(file for file in source.base.files if file.name.endswith(ends))  # but LoRAs
+    about = [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+    runner, engine = loaded.runner, loaded.engine
+    how = [runner.by_kernels, runner.compiled, loaded.deterministic]
+    return {
+        "format": FORMAT,
+        "foredraft": foredraft.__version__,
+        "model": hash,
+        "files": [str(source.path.resolve()), *about],
+        # what determines the arithmetic
+        "passes": [engine.device.type, str(engine.cache.dtype), how, torch.__version__],
+        "prompts": list(prompts),
+        "tokens": tokens,
+        "temperature": temperature,
+    }
 
-    def __init__(
-        self,
-        source: ModelSource,  # its path and its files' times count, as the hash covers no values
-        hash: str,  # hash of the model (`plan_files.model_hash`)
-        loaded: Loaded,  # the model
-        prompts: Sequence[list[int]],
-        tokens: int,  # new tokens of all texts, at least, unless the prompts give fewer
-        temperature: float,  # temperature of the texts
-    ) -> None:
-        # token ids of the prompts that the texts continue
-        self.prompts = {tuple(prompt) for prompt in prompts}
-        self.vocabulary, self.tokens, self.temperature = loaded.spec.vocab_size, tokens, temperature
-        ends = (".safetensors", ".gguf", "config.json")
-        files = sorted(file for file in source.base.files if file.name.endswith(ends))  # but LoRAs
-        about = [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
-        runner, engine = loaded.runner, loaded.engine
-        how = [runner.by_kernels, runner.compiled, loaded.deterministic]
-        self.key = {
-            "format": FORMAT,
-            "foredraft": foredraft.__version__,
-            "model": hash,
-            "files": [str(source.path.resolve()), *about],
-            # what determines the arithmetic
-            "passes": [engine.device.type, str(engine.cache.dtype), how, torch.__version__],
-            "prompts": list(prompts),
-            "tokens": tokens,
-            "temperature": temperature,
-        }
 
-    def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
-        """Return the cached texts, or call `write` and cache what it returns."""
-        found = self._read()
-        if found is None:
-            found = write()
-            texts = [[text.ids, text.prompt_length] for text in found.texts]
-            user_cache.write(KIND, self.key, {"texts": texts})
-        return found
+def cached_texts(
+    key: dict[str, Any], vocabulary: int, write: Callable[[], CalibrationTexts]
+) -> CalibrationTexts:
+    """Return the cached texts, or call `write` and cache what it returns."""
+    prompts = set(map(tuple, key["prompts"]))
 
-    def _read(self) -> CalibrationTexts | None:
-        kept = user_cache.read(KIND, self.key)
-        if kept is None:
-            return None
-        try:
-            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
-            found = CalibrationTexts(texts, self.temperature)
-            sound = all(map(self._sound, texts))
-        except (ValueError, LookupError, TypeError):  # not what is written here
-            return None
-        return found if sound and found.tokens >= min(self.tokens, MIN_TOKENS) else None
-
-    def _sound(self, text: CalibrationText) -> bool:
-        ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
+    def sound(text: CalibrationText) -> bool:
+        ids = all(type(id) is int and 0 <= id < vocabulary for id in text.ids)
         start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
-        return ids and start and text.ids[: text.prompt_length] in self.prompts
+        return ids and start and text.ids[: text.prompt_length] in prompts
+
+    if (kept := user_cache.read(KIND, key)) is not None:
+        with suppress(ValueError, LookupError, TypeError):  # not what is written here
+            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
+            found = CalibrationTexts(texts, key["temperature"])
+            if all(map(sound, texts)) and found.tokens >= min(key["tokens"], MIN_TOKENS):
+                return found
+    found = write()
+    user_cache.write(KIND, key, {"texts": [[text.ids, text.prompt_length] for text in found.texts]})
+    return found
 
 
 Floats = NDArray[np.float64]

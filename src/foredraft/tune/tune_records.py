@@ -11,8 +11,7 @@ A figure that could not be measured is None, never 0 or NaN.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import comb
@@ -31,11 +30,10 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.plan_files import Skips
-from foredraft.drafters.strict_records import as_record
 from foredraft.llm.loaded import Loaded
 from foredraft.model.runner import Resume, Runner
 from foredraft.model.spec import Plan
-from foredraft.profiling.timing import BareForwards, TimedDraws, Work, draft_seconds, in_sequence, interleaved
+from foredraft.profiling.timing import BareForwards, TimedDraws, TimedTurns, Work, draft_seconds, in_sequence
 from foredraft.tune.teacher_forced import Floats
 
 Line = tuple[float, float]  # (intercept, slope by layer)
@@ -51,59 +49,38 @@ class ExitCosts:
 
     def at(self, exit: int) -> tuple[float, list[float]]:
         """Return c and v(2), v(3), ..., 1 at least: the last drafted token runs through all layers."""
-        return _on(self.step, exit), [max(1.0, _on(line, exit)) for line in self.verifying]
+        step, *verifying = (start + slope * exit for start, slope in (self.step, *self.verifying))
+        return step, [max(1.0, cost) for cost in verifying]
 
 
 def measure_exit_costs(
     loaded: Loaded, context: int, longest: int, repeats: int, after: Callable[[], None]
-) -> ExitCosts | None:
-    """Measure the costs at batch 1; None where the model has no layer to exit before."""
-    layers = loaded.spec.layers
-    if layers < 2:
-        return None
-    exits = sorted({1, layers - 1})
-    seconds = _timed_exits(loaded, exits, context, longest, repeats, after)
-    step, last = median(seconds["step"]), longest + 1
-
-    def v(exit: int, rows: int) -> float:
-        """Return the median ratio to a plain step of the same turn, robust to a machine that slows down."""
-        pairs = zip(seconds["verify", exit, rows], seconds["step"], strict=True)
-        return median(own / plain for own, plain in pairs)
-
-    drafts = [
-        draft_seconds(seconds["round", exit], seconds["verify", exit, last]) / longest / step
-        for exit in exits
-    ]
-    verifying = [_exit_line(exits, [v(exit, rows) for exit in exits]) for rows in range(2, last + 1)]
-    return ExitCosts(_exit_line(exits, drafts), tuple(verifying))
-
-
-def _timed_exits(
-    loaded: Loaded, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
-) -> dict[object, list[float]]:
-    """Return the seconds of each turn, by "step", by ("verify", exit, rows) and by ("round", exit)."""
-    runner = loaded.runner
+) -> ExitCosts:
+    """Measure the costs at batch 1 of a model of two layers or more."""
+    runner, exits = loaded.runner, sorted({1, loaded.spec.layers - 1})
     bare = BareForwards(runner, 1, context, longest + 1)
     tokens = bare.tokens(longest + 1)
     states = runner.decoder.embed(tokens, tokens)  # token 0 at position 0
-    works: dict[object, Work] = {"step": bare.verify(1)}
+    works: dict[Any, Work] = {}
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read
             works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
         draft_pass = DraftPass(runner, Skips(exit=exit).plan(loaded.spec.layers), exit=exit)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
-    return interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
+    steps, _ = _timed(bare, works, repeats, after)
+    drafts = [draft_seconds(steps["round", exit], steps["verify", exit, longest + 1]) for exit in exits]
+    verifying = (
+        _exit_line(exits, [median(steps["verify", exit, rows]) for exit in exits])
+        for rows in range(2, longest + 2)
+    )
+    return ExitCosts(_exit_line(exits, [draft / longest for draft in drafts]), tuple(verifying))
 
 
 def _exit_line(exits: list[int], costs: list[float]) -> Line:
     """Return the line through the costs of one or two exits."""
     (start, slope), *_ = np.linalg.lstsq(np.array([[1, exit] for exit in exits], float), np.array(costs))
     return float(start), float(slope)
-
-
-def _on(line: Line, exit: int) -> float:
-    return line[0] + line[1] * exit
 
 
 REPEATS = 30
@@ -140,11 +117,6 @@ class PlanCosts:
         found: Floats = taus / (drafts + np.array(verifying[: len(taus)]))
         return found
 
-    @classmethod
-    def from_json(cls, text: str) -> PlanCosts:
-        """Return the costs whose fields this JSON object holds."""
-        return as_record(cls, json.loads(text))
-
 
 def measure_plan_costs(
     loaded: Loaded,
@@ -167,15 +139,20 @@ def measure_plan_costs(
     }
     others = (set(everything).difference(layers) for layers in layers_of.values())
     alone = [*(full.without(rest, everything) for rest in others), full.without(attention=everything)]
-    steps, seconds = _timed(
-        loaded, [nothing, *alone, full], context, longest, temperature, repeats, after, drafting
-    )
+    bare = BareForwards(loaded.runner, 1, context, longest + 1)
+    works: dict[Any, Work] = {("verify", rows): bare.verify(rows) for rows in range(2, longest + 2)}
+    plans = (nothing, *alone, full)
+    for plan, length in dict.fromkeys([(nothing, 1), *((plan, longest) for plan in plans)]):
+        draws = _draws(loaded, context, length, temperature)
+        draft = bare.draft(DraftPass(drafting or loaded.runner, plan), length, draws)
+        works[plan, length] = in_sequence(draft, works["verify", length + 1])
+    steps, seconds = _timed(bare, works, repeats, after)
     drafts = {
         key: draft_seconds(steps[key], steps["verify", key[1] + 1]) for key in steps if key[0] != "verify"
     }
     start, fixed = _line(drafts[nothing, 1], drafts[nothing, longest], longest)
-    own = [max(0.0, (drafts[plan, longest] - start) / longest - fixed) for plan in (*alone, full)]
-    (*attention, mlp), together = _parts(own[:-1], own[-1])
+    *own, whole = (max(0.0, (drafts[plan, longest] - start) / longest - fixed) for plan in (*alone, full))
+    (*attention, mlp), together = _parts(own, whole)
     each = [part / len(layers) for part, layers in zip(attention, layers_of.values(), strict=True)]
     by_window = dict(zip(layers_of, each, strict=True))
     # fewer columns never cost more: a sample that says otherwise was disturbed, and the table corrects it
@@ -203,31 +180,17 @@ def _parts(alone: Sequence[float], whole: float) -> tuple[list[float], float]:
 
 
 def _timed(
-    loaded: Loaded,
-    plans: Sequence[Plan],
-    context: int,
-    longest: int,
-    temperature: float,
-    repeats: int,
-    after: Callable[[], None],
-    drafting: Runner | None,
+    bare: BareForwards, works: Mapping[Any, Work], repeats: int, after: Callable[[], None]
 ) -> tuple[dict[Any, list[float]], float]:
-    """Time verifying passes and whole rounds, fused where the engine would, in turns with plain steps."""
-    runner = loaded.runner
-    bare = BareForwards(runner, 1, context, longest + 1)
-    works: dict[Any, Work] = {"step": bare.verify(1)}
-    for rows in range(2, longest + 2):
-        works["verify", rows] = bare.verify(rows)
-    for plan, length in dict.fromkeys([(plans[0], 1), *((plan, longest) for plan in plans)]):
-        draws = _draws(loaded, context, length, temperature)
-        draft = bare.draft(DraftPass(drafting or runner, plan), length, draws)
-        works[plan, length] = in_sequence(draft, works["verify", length + 1])
-    seconds = interleaved(works, loaded.engine.device, repeats, warm=1, settle=0.0, after=after)
-    plain = seconds.pop("step")
-    found = {
-        key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()
-    }
-    return found, median(plain)
+    """Return what works take, in plain steps of the same turns, and the seconds of a plain step."""
+    turns = TimedTurns({"step": bare.verify(1), **works}, bare.cache.device, settle=0.0)
+    for turn in range(-1, repeats):  # the first one warms up
+        turns.take(counts=turn >= 0)
+        after()
+    plain = turns.seconds["step"]
+    return {
+        work: [own / step for own, step in zip(turns.seconds[work], plain, strict=True)] for work in works
+    }, median(plain)
 
 
 def _draws(loaded: Loaded, context: int, longest: int, temperature: float) -> Callable[[], TimedDraws]:
@@ -283,6 +246,11 @@ class Finalist:
     faster: int  # number of prompts on which the plan was faster, by the medians of `speedup`
     trial_tau: float  # τ on the calibration texts, from which `predicted` comes
     tau_error: float = 0.0  # standard error of `tau` ÷ `tau`; 0 at temperature 0
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """The figures of its line in a table, beside its speed."""
+        return self.predicted, self.c, self.alpha, self.tau, self.predicted_tau, self.trial_tau
 
     @property
     def objection(self) -> str | None:

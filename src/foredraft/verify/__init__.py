@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench.settings import VerifySettings
 from foredraft.lazy import lazily
+from foredraft.verify.verify_records import (
+    DistributionTest,
+    Divergence,
+    DraftPosition,
+    Identity,
+    VerifyReport,
+)
 
 if TYPE_CHECKING:
-    from foredraft.verify.verify_records import (
-        DistributionTest,
-        Divergence,
-        DraftPosition,
-        Identity,
-        VerifyReport,
-    )
     from foredraft.verify.verify_run import verify
 
 __all__ = [
@@ -30,6 +30,4 @@ __all__ = [
     "verify",
 ]
 
-_RECORDS = "DistributionTest Divergence DraftPosition Identity VerifyReport"
-_HOMES = {"foredraft.verify.verify_records": _RECORDS, "foredraft.verify.verify_run": "verify"}
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazily(__name__, {"foredraft.verify.verify_run": "verify"})

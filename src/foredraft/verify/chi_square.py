@@ -46,9 +46,6 @@ class Branch:
         possible = distribution > 0
         return cls(separate, float(others.sum()), None if possible.all() else possible)
 
-    def allows(self, token: int) -> bool:
-        return self.possible is None or bool(self.possible[token])
-
 
 def most_cells(widths: Sequence[int]) -> int:
     """Return the number of cells, where no token is impossible.
@@ -95,7 +92,7 @@ class Cells:
         prefix: Prefix = ()
         while (branch := self.branches.get(prefix)) is not None:
             token = tokens[len(prefix)]
-            if not branch.allows(token):
+            if branch.possible is not None and not branch.possible[token]:
                 return None
             if token not in branch.separate:
                 return self.index[prefix, True]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -54,7 +53,7 @@ class DraftsAlways(Policy):
     def __init__(self, loaded: Policy) -> None:
         self.name, self.max_draft = loaded.name, loaded.max_draft
 
-    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+    def decide(self, rows: Sequence[Candidates]) -> list[Decision]:
         decisions = []
         for row in rows:
             # Samples of a prompt begin with different drafters, so that each meets every position of a text.
@@ -223,10 +222,8 @@ class PlainTarget:
                 logits[None, None], SamplingTable.of([params], logits.device), None, context
             )
             if not finite.item():
-                raise RequestError(
-                    "the target's logits are not finite, so there is no distribution to sample from",
-                    remedy="give another model or dtype",
-                )
+                problem = "the target's logits are not finite, so there is no distribution to sample from"
+                raise RequestError(problem, remedy="give another model or dtype")
             weights = transformed.dense(logits.shape[0])[0, 0].to("cpu", torch.float64)
             return weights / weights.sum()
 

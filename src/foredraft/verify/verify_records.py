@@ -6,11 +6,12 @@ and *passed* otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from foredraft.bench.settings import DEFECTS, Rule, Setting
+
+ALWAYS = "drafting always"  # of runs in which every round drafts
 
 
 class TextRun(NamedTuple):
@@ -19,6 +20,11 @@ class TextRun(NamedTuple):
     drafter: str  # its drafter; "none" is plain decoding
     batched: bool  # it decodes all prompts in one batch
     always: bool = False  # every round drafts, although the policy would draft only where it pays
+
+    def __str__(self) -> str:
+        """Return the run in words."""
+        always = f", {ALWAYS}" if self.always else ""
+        return f"{self.drafter}{always}, {'in a batch' if self.batched else 'one at a time'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,8 @@ class Identity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for JSON, with its verdict."""
-        runs, divergences = (
-            [run._asdict() for run in self.runs],
-            [each.as_dict() for each in self.divergences],
-        )
+        runs = [run._asdict() for run in self.runs]
+        divergences = [each.as_dict() for each in self.divergences]
         return asdict(self) | {"passed": self.passed, "runs": runs, "divergences": divergences}
 
     def diverged(self, run: TextRun) -> int:
@@ -76,6 +80,13 @@ class Identity:
     def any_diverged(self, *, control: bool) -> bool:
         """Return whether a run of the drafter differs, or, control, of plain decoding in a batch."""
         return any((found.run.drafter == "none") is control for found in self.divergences)
+
+
+# Of tables: what a line tells of a position in a draft, and of a test beside its prompt, drafter, rule and
+# setting; the last cell is the outcome.
+POSITIONS = ("position", "tokens", "corrected", "chi2", "df", "p-value", "detects", "if corrected", "")
+TESTS = ("samples", "cells", "chi2", "p-value", "detects", "accepted", "")
+NONE, PASSED, FAILED, TOO_FEW = "-", "ok", "FAILED", "too few"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,25 @@ class DraftPosition:
     def passed(self) -> bool:
         """Whether there was a test, and it found nothing."""
         return self.tested and not self.failed
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """Its line under `POSITIONS`."""
+        place = "bonus" if self.bonus else str(self.position + 1)
+        corrected = NONE if self.bonus else str(self.corrections)
+        figures: tuple[str, ...] = (NONE, str(self.degrees), NONE, NONE, NONE, TOO_FEW)
+        if self.tested:
+            figures = (
+                *(
+                    f"{self.statistic:.2f}",
+                    str(self.degrees),
+                    f"{self.p_value:.2g}",
+                    f"{self.detectable:.4f}",
+                ),
+                f"{self.detectable_correction:.4f}" if self.corrections else NONE,
+                FAILED if self.failed else PASSED,
+            )
+        return place, str(self.tokens), corrected, *figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +184,22 @@ class DistributionTest:
         """Whether no test failed. Of a position that was not tested nothing is known (`Report.doubts`)."""
         return self.joint_passed and not any(position.failed for position in self.positions)
 
+    @property
+    def described_drafter(self) -> str:
+        """The drafter, and how it was weakened."""
+        weaker = f", logits / {self.draft_temperature:g}" if self.draft_temperature != 1 else ""
+        return "none (control)" if self.control else self.drafter + weaker
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """Its line under `TESTS`."""
+        accepted = f"{self.accepted / self.drafted:.0%}" if self.drafted else NONE
+        failed = f"{self.impossible} impossible" if self.impossible else FAILED
+        return (
+            *(str(self.samples), str(self.cells), f"{self.statistic:.2f}", f"{self.p_value:.2g}"),
+            *(f"{self.detectable:.4f}", accepted, PASSED if self.joint_passed else failed),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the test for JSON, with its verdicts."""
         shown = ("detectable_correction", "tested", "passed")
@@ -162,6 +208,11 @@ class DistributionTest:
 
 
 Verdict = Literal["passed", "failed", "inconclusive"]
+MEANINGS: dict[Verdict, str] = {
+    "passed": "no difference from plain decoding was found.",
+    "failed": "the output differs from plain decoding's, or a request failed.",
+    "inconclusive": "no difference was found, but one could have been missed.",
+}
 # Corrections at a draft position below which the tests have hardly seen it. The report states the power of
 # the others.
 FEWEST_CORRECTIONS = 5
@@ -199,11 +250,6 @@ class VerifyReport:
         ]
 
     @property
-    def untested(self) -> list[DraftPosition]:
-        """The draft positions, and the bonus token, of which no test had tokens enough."""
-        return [tests[0] for tests in self._positions if not any(each.tested for each in tests)]
-
-    @property
     def _positions(self) -> list[tuple[DraftPosition, ...]]:
         """The tests of each draft position that drafts reach, and last those of the bonus token."""
         longest = max((len(test.drafted_at) for test in self.tests if test.positions), default=0)
@@ -213,40 +259,40 @@ class VerifyReport:
     @property
     def doubts(self) -> list[str]:
         """Reasons why the evidence is weak."""
-        return list(self._doubts())
-
-    def _doubts(self) -> Iterator[str]:
-        if self.detectable > self.detect:
-            yield (
+        untested, blind = list[str](), list[str]()
+        for tests in self._positions:  # none of the tests had tokens enough, or hardly any saw a correction
+            if not any(each.tested for each in tests):
+                untested.append("the bonus token" if tests[0].bonus else f"position {tests[0].position + 1}")
+            elif not tests[0].bonus and sum(each.corrections for each in tests) < FEWEST_CORRECTIONS:
+                blind.append(str(tests[0].position + 1))
+        undrafted = sum(not test.drafted for test in self.tests if not test.control)
+        reasons = (
+            (
+                self.detectable > self.detect,
                 f"the tests detect a total variation distance of {self.detectable:.4f} at best, but"
                 f" {self.detect:g} is required; take more samples, or prompts whose continuation is less"
-                " certain"
-            )
-        untested = {each.position for each in self.untested}
-        if untested:
-            names = [
-                "the bonus token" if each.bonus else f"position {each.position + 1}" for each in self.untested
-            ]
-            yield f"too few tokens for a test of {' and '.join(names)}; take more samples, or other prompts"
-        blind = [
-            str(tests[0].position + 1)
-            for tests in self._positions
-            if not tests[0].bonus
-            and sum(each.corrections for each in tests) < FEWEST_CORRECTIONS
-            and tests[0].position not in untested
-        ]
-        if blind:
-            yield (
+                " certain",
+            ),
+            (
+                untested,
+                f"too few tokens for a test of {' and '.join(untested)}; take more samples, or other prompts",
+            ),
+            (
+                blind,
                 f"hardly any draft was corrected at position {' and '.join(blind)}; take more samples, or"
-                " prompts on which the drafter is more often right and more often wrong"
-            )
-        if self.about["max_batch"] < 2:
-            yield "the batch has room for one sequence only, so no two shared a batch; allow a larger batch"
-        if not self.identities[0].drafted:
-            yield "nothing was drafted at temperature 0; take other prompts, or more tokens"
-        undrafted = sum(not test.drafted for test in self.tests if not test.control)
-        if undrafted:
-            yield f"nothing was drafted in {undrafted} of the chi-square tests; take other prompts"
+                " prompts on which the drafter is more often right and more often wrong",
+            ),
+            (
+                self.about["max_batch"] < 2,
+                "the batch has room for one sequence only, so no two shared a batch; allow a larger batch",
+            ),
+            (
+                not self.identities[0].drafted,
+                "nothing was drafted at temperature 0; take other prompts, or more tokens",
+            ),
+            (undrafted, f"nothing was drafted in {undrafted} of the chi-square tests; take other prompts"),
+        )
+        return [reason for holds, reason in reasons if holds]
 
     @property
     def found_planted(self) -> bool:
@@ -255,20 +301,18 @@ class VerifyReport:
         if self.planted is None or any(errors):
             return False  # a failed request is no evidence of the defect
         defect = DEFECTS[self.planted]
-        # (the defect breaks it, it failed) of every check
-        checks = [
-            (
-                not control and defect.affects(each.acceptance, each.setting),
-                each.any_diverged(control=control),
-            )
+        # of every check that failed, whether the defect breaks it
+        failed = [
+            not control and defect.affects(each.acceptance, each.setting)
             for each in self.identities
             for control in (False, True)
+            if each.any_diverged(control=control)
         ]
-        checks += [
-            (not test.control and defect.affects(test.acceptance, test.setting), not test.passed)
-            for test in self.tests
+        failed += [
+            not each.control and defect.affects(each.acceptance, each.setting)
+            for each in self.tests
+            if not each.passed
         ]
-        failed = [breaks for breaks, has_failed in checks if has_failed]
         return bool(failed) and all(failed)
 
     @property
