@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.bench.workload import PromptForm
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Interrupt
 from foredraft.cli.job import (
     Comparison,
@@ -160,7 +159,7 @@ def check_request(
                 remedy=("add ", Option("json"), ", or leave it out"),
             )  # fmt: skip
     check_places(out=output.out, trace=output.trace)
-    PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
+    _ = chat.form  # refuses a system message without a chat
     if not interactive:
         return
     if not on_terminal():

@@ -194,29 +194,18 @@ def doctor(
         raise ConfigError("no drafter to examine", remedy=("give ", Option("draft"), ", its folder"))
     check_places(out=output.out)
     with started() as bars:
-        found = examine(texts, target, drafting, write=not dry_run, progress=bars.show)
+        from foredraft.doctor import diagnose
+        from foredraft.doctor.examination import SAMPLE
+        from foredraft.loading import load_for, options_for
+        from foredraft.loading.checkpoints import find_draft
+
+        options = load_options(target, drafting)
+        folder = find_draft(options_for(target.get("model"), **options))
+        assert folder is not None, "a drafter is given"
+        llm = load_for(lambda tokenizer, defaults: (1, 64), target.get("model"), policy="fixed", **options)
+        found = diagnose(llm.loaded, folder, texts or SAMPLE, write=not dry_run, progress=bars.show)
     write_report(found.as_dict(), lambda width: diagnosis_lines(found, width), output)
     return 0
-
-
-def examine(
-    texts: tuple[str, ...],
-    target: TargetOptions,
-    drafting: DraftModelOptions,
-    *,
-    write: bool,
-    progress: object,
-) -> Diagnosis:
-    from foredraft.doctor import diagnose
-    from foredraft.doctor.examination import SAMPLE
-    from foredraft.loading import load_for, options_for
-    from foredraft.loading.checkpoints import find_draft
-
-    options = load_options(target, drafting)
-    folder = find_draft(options_for(target.get("model"), **options))
-    assert folder is not None, "a drafter is given"
-    llm = load_for(lambda tokenizer, defaults: (1, 64), target.get("model"), policy="fixed", **options)
-    return diagnose(llm.loaded, folder, texts or SAMPLE, write=write, progress=progress)  # type: ignore[arg-type]
 
 
 def diagnosis_lines(found: Diagnosis, width: int | None = None) -> list[str]:

@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from cyclopts import App, CycloptsError
+from cyclopts import CycloptsError
 
 from foredraft.bench.workload import chat_ids
+from foredraft.cli.commands import app
 from foredraft.cli.interrupt import Interrupt, Raised
-from foredraft.cli.options import REQUEST, SamplingOptions, request_options
+from foredraft.cli.options import REQUEST, request_options
 from foredraft.cli.render import Painter, ProgressBars, finish, last_line
-from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import as_flag, fitted, print_error, terminal_width
 from foredraft.errors import Option, RequestError, did_you_mean
 from foredraft.files import replacing
@@ -421,21 +421,8 @@ def parse_setting(name: str, value: str) -> tuple[str, Any]:
     if not value:
         raise RequestError(f"{flag} has no value", remedy=f"give one: /set {flag} VALUE")
     option = flag.replace("-", "_")
-    parsed = _parser()([f"--{flag}={value}"])
-    return option, request_options(parsed)[option]
-
-
-def _parser() -> App:
-    parser = App(
-        name="/set", result_action="return_value", exit_on_error=False, print_error=False,
-        help_flags=[], version_flags=[],
-    )  # fmt: skip
-
-    @parser.default
-    def parsed(*, sampling: SamplingOptions = NONE) -> Given:
-        return sampling
-
-    return parser
+    _, bound, _ = app.parse_args(["generate", f"--{flag}={value}"])
+    return option, request_options(bound.arguments["sampling"])[option]
 
 
 def _file(argument: str, command: str) -> Path:

@@ -31,8 +31,6 @@ from foredraft.files import check_place, write_whole
 if TYPE_CHECKING:
     from foredraft.cli.options import DocumentOptions
 
-PROMPT = ("-p", "--prompt")  # for the command that takes one
-
 
 @cache
 def other_names() -> dict[str, str]:
@@ -66,7 +64,7 @@ def name_here(word: str, options: Collection[str], command: str) -> str | None:
         'the argument itself, without an option'
     """
     name, _, _ = word.partition("=")
-    if name in PROMPT and command == "generate":
+    if name in ("-p", "--prompt") and command == "generate":
         return "the argument itself, without an option"
     here = other_names().get(name, "")
     return here if here.partition(" ")[0] in options else None
@@ -166,7 +164,6 @@ def read_text(option: str, file: Path) -> str:
         ) from error  # fmt: skip
 
 
-CONFIG = "config.json"  # of a checkpoint folder
 GGUF = ".gguf"
 
 
@@ -178,7 +175,7 @@ def check_is_no_model(prompt: str, model: str | None) -> None:
     elif os.path.isdir(prompt):  # False, too, for what can be no path
         with suppress(OSError):
             names = {file.name for file in Path(prompt).iterdir()}
-            if CONFIG in names or any(name.endswith(GGUF) for name in names):
+            if "config.json" in names or any(name.endswith(GGUF) for name in names):
                 kind = "the folder of a model"
     if kind is not None and model is None:
         told = "? To continue it as text, give it on stdin, by -"
