@@ -185,9 +185,6 @@ def test_size_of_conversation(converse: Converse, loaded: list[LLM], monkeypatch
         ),
         ("--chat refuse --model {chatty}", "the chat template refuses the messages: No such words."),
         ("x --revision v1", "--revision is 'v1', but no hub id is given that has it; leave it out"),
-        ("x --draft-revision v1", "--draft-revision is 'v1', but no hub id is given that has it"),
-        ("x --model {mute} --revision v1", "{mute} is a local folder, which has no revision 'v1'"),
-        ("x --model o/n@v1 --revision v2", "o/n@v1 names another revision than 'v2'; give one"),
     ],
 )
 def test_a_wrong_command_is_refused(

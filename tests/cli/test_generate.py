@@ -201,28 +201,11 @@ def quoted(names: dict[str, Any]) -> str:
             "--compare has nothing to time with --max-new-tokens 0;",
         ),
         ("--seed -3", "seed is -3"),
-        ("--drafter lookup --max-draft 0", "give a whole number, 1 or more, or --drafter none"),
         ("--drafter lookup --max-draft 100000", "--max-draft is 100000"),
         ("--device abacus", "--device is 'abacus'"),
         ("--device cpu:3", "--device is 'cpu:3'"),
-        ("--draft nowhere --drafter lookup", "--draft has no effect with drafter lookup; leave it out"),
-        ("--drafter draft-model", "--drafter is 'draft-model', which needs a draft model; give --draft"),
-        ("--drafter none --policy fixed", "--policy has no effect with drafter none"),
         ("--policy-option threshold=1", "--policy-option names 'threshold'"),
-        ("--drafter lookup --policy-option threshold=1", "--policy-option names 'threshold'"),
-        (
-            "--policy target-confidence --drafter lookup --policy-option threshold=2",
-            "--policy-option has threshold '2'; give a number from 0 to 1",
-        ),
-        (
-            "--drafter lookup --policy target-confidence --policy-option by=mood",
-            "--policy-option has by 'mood'; give one of probability, entropy, margin",
-        ),
         ("--drafter lookup --policy-option threshold", "--policy-option is 'threshold'; give NAME=VALUE"),
-        ("--drafter auto --policy fixed", "cannot choose among drafters; give --policy auto"),
-        ("--drafter none --max-draft 5", "--max-draft has no effect with drafter none"),
-        ("--drafter none --draft-sampling sampled", "--draft-sampling has no effect with drafter none"),
-        ("--drafter lookup --draft-sampling greedy", "--draft-sampling has no effect with drafter lookup"),
         ("--drafter none --compare", "--compare needs a drafter"),
     ],
 )
@@ -235,13 +218,10 @@ def test_a_wrong_option_is_refused(models: Path, cli: Cli, options: str, says: s
     [
         ("--model no-such-folder x", "no-such-folder"),
         ("--model big", "no prompt; give one, or - to read it from stdin"),
-        ("--model big ''", "the prompt is empty"),
         ("--model big x y", "y"),
         ("--model big x -", "no place for '-'"),
-        ("--model - x", "'-' is neither a folder"),
         ("--model big --draft - x", "'-' is neither a folder"),
         ("--model big a\udcff", "the prompt is not UTF-8 text (character 1)"),
-        ("--model", "--model"),
     ],
 )
 def test_a_wrong_model_or_prompt_is_refused(
