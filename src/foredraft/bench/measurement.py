@@ -97,14 +97,11 @@ def measure_costs(
     *,
     read_seconds: float | None = None,
     repeats: int = REPEATS,
-    after: Callable[[], object] = lambda: None,
 ) -> ForwardCosts:
-    """Measure the costs in one go; `after` is called after the warm-up, and after every turn."""
+    """Measure the costs in one go."""
     meter = CostMeter(loaded, batch, context, longest)
-    after()
     for _ in range(repeats):
         meter.turn()
-        after()
     return meter.costs(read_seconds)
 
 
