@@ -23,7 +23,7 @@ from foredraft.cli.render import Painter
 from tests.cli.conftest import Cli
 from tests.support.checkpoints import save_checkpoint
 from tests.support.loaded import engine_of
-from tests.support.terminal import CTRL_C, CTRL_D, TerminalSession
+from tests.support.terminal import TerminalSession
 
 GENERATE = import_module("foredraft.cli.generate")  # `foredraft.cli.generate` is the function
 TEMPLATE = (
@@ -248,23 +248,6 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave_and_leaves_when_it_comes_again(c
         code, _ = session.wait()
     assert code == 130
     assert session.text_buffer.rstrip().endswith("foredraft: interrupted")
-    assert "Traceback" not in session.text_buffer
-
-
-@pytest.mark.heavy
-def test_ctrl_c_while_a_reply_is_written_keeps_the_conversation(chatty: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "kept.json"
-    with TerminalSession(*chatty, "--temperature", "0", "--ignore-eos", all_shown=True) as session:
-        session.type("Hello\n")
-        session.wait_for("accepted")  # the legend of the colours, before the first token
-        session.press(CTRL_C)
-        session.wait_for("finish_reason cancelled")
-        session.type(f"/save {file}\n")
-        session.type(CTRL_D)
-        code, _ = session.wait()
-    assert code == 0
-    user, reply = json.loads(file.read_text())["messages"]
-    assert user == {"role": "user", "content": "Hello"} and reply["role"] == "assistant"
     assert "Traceback" not in session.text_buffer
 
 

@@ -434,18 +434,18 @@ def test_ctrl_c_before_the_request_starts_prints_no_output(
     assert (out, err.splitlines()[-1]) == ("", "foredraft: interrupted")
 
 
-def test_ctrl_c_between_encoding_and_submitting_a_prompt_cancels_the_request(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, cli: Cli
+@pytest.mark.parametrize(("method", "options"), [("stream", []), ("generate", ["--json"])])
+def test_ctrl_c_before_a_request_is_submitted_cancels_it(
+    words: list[str], method: str, options: list[str], monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    stream = LLM.stream
+    sound = getattr(LLM, method)
 
-    def streamed(self: LLM, *arguments: Any, **options: Any) -> Any:
+    def interrupted(self: LLM, *arguments: Any, **options: Any) -> Any:
         send_sigint()
-        return stream(self, *arguments, **options)
+        return sound(self, *arguments, **options)
 
-    monkeypatch.setattr(LLM, "stream", streamed)
-    out = cli(*words, "--temperature", "0", "--max-new-tokens", "500", code=130).out
-    assert int(out.splitlines()[-1].split(" tokens in ")[0]) < 500
+    monkeypatch.setattr(LLM, method, interrupted)
+    assert "cancelled" in cli(*words, "--temperature", "0", "--max-new-tokens", "500", *options, code=130).out
 
 
 def interrupted_at(place: int, times: int = 1) -> Around:
@@ -455,12 +455,6 @@ def interrupted_at(place: int, times: int = 1) -> Around:
         return request()
 
     return around
-
-
-def test_ctrl_c_before_a_request_is_submitted_cancels_it(words: list[str], at_run: Any, cli: Cli) -> None:
-    at_run(interrupted_at(0))
-    [output] = cli.document(*words, "--temperature", "0", "--max-new-tokens", "1900", code=130)["outputs"]
-    assert output["finish_reason"] == "cancelled" and len(output["token_ids"]) < 1900
 
 
 def test_ctrl_c_between_two_runs_ends_the_comparison(
@@ -573,22 +567,11 @@ def test_the_cache_has_the_rows_and_positions_of_the_request(
     assert llm.max_length == len(llm.tokenizer.encode("x")) + 6
 
 
-@pytest.mark.parametrize(
-    ("option", "flag"),
-    [
-        (Option("max_batch"), "--max-batch"),
-        (Option("dtype", "bfloat16"), "--dtype bfloat16"),
-        (Option("max_draft", 3), "--max-draft 3"),
-        (Option("stop", "two words"), "--stop 'two words'"),
-        (Option("json", True), "--json"),
-        (Option("deterministic", False), "--no-deterministic"),
-        (Option("model"), "--model"),
-        (Option("model", "big"), "--model big"),
-        (Option("policy_options"), "--policy-option"),
-    ],
-)
-def test_options_are_spelled_as_flags(option: Option, flag: str) -> None:
-    assert as_flag(option) == flag
+def test_options_are_spelled_as_flags() -> None:
+    options = Option("dtype", "bfloat16"), Option("stop", "two words"), Option("policy_options")
+    assert [*map(as_flag, options)] == ["--dtype bfloat16", "--stop 'two words'", "--policy-option"]
+    assert as_flag(Option("json", True)) == "--json"
+    assert as_flag(Option("max_batch", False)) == "--no-max-batch"
 
 
 def test_an_error_is_printed_on_one_line_with_flags() -> None:
@@ -624,13 +607,8 @@ class Clock:
         return alternate(plain, speculative, clock=lambda: self.now, **{"comparable": True} | options)
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_speedup_is_the_median_of_the_ratios_within_pairs(clock: Clock) -> None:
-    tokens = [[1, 2, 3, 4]]
+def test_speedup_is_the_median_of_the_ratios_within_pairs() -> None:
+    clock, tokens = Clock(), [[1, 2, 3, 4]]
     # The machine runs at half speed in pairs 2 and 4. That leaves the ratios within the pairs unchanged, but the
     # medians of the plain and of the speculative runs, taken separately, would show no gain.
     plain = clock.decoder(lambda i: [9, 4, 8, 4, 8, 4][i], tokens)
@@ -648,12 +626,10 @@ def test_speedup_is_the_median_of_the_ratios_within_pairs(clock: Clock) -> None:
     }
 
 
-def test_one_differing_token_makes_the_outputs_not_identical(clock: Clock) -> None:
+def test_one_differing_token_makes_the_outputs_not_identical() -> None:
+    clock = Clock()
     plain, other = (clock.decoder(lambda i: 1, [[1, 2], [last]]) for last in (3, 4))
     assert clock.compare(plain, other).identical is False
     assert clock.compare(plain, other, comparable=False).identical is None
-
-
-def test_the_speedup_is_the_ratio_of_tokens_per_second(clock: Clock) -> None:
-    plain, other = clock.decoder(lambda i: 2, [[1] * 10]), clock.decoder(lambda i: 1, [[1] * 5])
-    assert clock.compare(plain, other, comparable=False).speedup == pytest.approx(1)
+    shorter = clock.decoder(lambda i: 1, [[1]])
+    assert clock.compare(plain, shorter).speedup == pytest.approx(1 / 3), "the ratio of tokens/s"

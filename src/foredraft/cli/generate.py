@@ -35,10 +35,11 @@ from foredraft.cli.options import (
 from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
 from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import (
+    as_json,
     check_places,
     fitted,
-    print_document,
     print_error,
+    print_text,
     read_prompt,
     terminal_width,
     write_document,
@@ -207,7 +208,7 @@ def run(job: GenerateJob, options: OutputOptions, bars: ProgressBars, prompt: st
         bars.clear()
         made = document(shown.outputs, stats, comparison, job.llm.weights)
         if options.json:
-            print_document(made)
+            print_text(as_json(made))
         else:
             if not streams:
                 show_samples(shown.outputs, painter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from foredraft.errors import Option, RequestError, did_you_mean
 from foredraft.files import replacing
 
 if TYPE_CHECKING:
-    from foredraft import LLM, Output, Piece, SamplingParams, Stats
+    from foredraft import LLM, Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 
@@ -87,11 +87,6 @@ class GenerateJob:
             self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.show_special, trace=trace
         )
 
-    def stream(self) -> Iterator[Piece]:
-        return self.llm.stream(
-            self.prompt, self.params, truncate=self.truncate, show_special=self.show_special, trace=self.trace
-        )
-
     def prompt_text(self, length: int) -> str:
         """Return the prompt as text; of a truncated prompt, its last `length` tokens."""
         tokenizer = self.llm.tokenizer
@@ -136,7 +131,10 @@ def stream(job: GenerateJob, painter: Painter, bars: ProgressBars) -> list[Outpu
     """Generate one sample, and print each token's text as soon as later tokens cannot change it."""
     origins: list[str] = []
     output = None
-    for piece in job.stream():
+    pieces = job.llm.stream(
+        job.prompt, job.params, truncate=job.truncate, show_special=job.show_special, trace=job.trace
+    )
+    for piece in pieces:
         bars.clear()
         origins += piece.origins
         painter.print_legend()
@@ -234,18 +232,12 @@ class Conversation:
 
     def __init__(self, system: str | None) -> None:
         self._system = [] if system is None else [_message("system", system)]
-        # messages of the user and the assistant, in order. The system message is kept apart, so that `clear`
+        # messages of the user and the assistant, in order. The system message is kept apart, so that /clear
         # leaves it
         self.turns: list[dict[str, str]] = []
 
     def encode(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
         return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
-
-    def add(self, text: str, reply: str) -> None:
-        self.turns += [_message("user", text), _message("assistant", reply)]
-
-    def clear(self) -> None:
-        self.turns = []
 
     def save(self, file: Path) -> None:
         """Write all messages to a JSON file, as `{"messages": [{"role": ..., "content": ...}, ...]}`."""
@@ -364,7 +356,8 @@ class Repl:
             [output] = shown.outputs
             assert llm.tokenizer is not None
             # Without special tokens, even under --show-special: the chat template adds them itself.
-            self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
+            answer = llm.tokenizer.decode(output.token_ids, after=prompt)
+            self.conversation.turns += [_message("user", text), _message("assistant", answer)]
 
     def load(self, argument: str) -> None:
         number = self.conversation.load(_file(argument, "/load"))
@@ -393,7 +386,7 @@ NAMES = (
 HELP = f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message"
 COMMANDS: dict[str, Callable[[Repl, str], None]] = {
     "/help": lambda repl, argument: tell(HELP),
-    "/clear": lambda repl, argument: repl.conversation.clear(),
+    "/clear": lambda repl, argument: repl.conversation.turns.clear(),
     "/save": lambda repl, argument: repl.conversation.save(_file(argument, "/save")),
     "/load": Repl.load,
     "/set": Repl.set,

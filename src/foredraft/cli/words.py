@@ -346,14 +346,10 @@ def check_places(**files: Path | None) -> None:
             )
 
 
-def print_document(document: Mapping[str, Any]) -> None:
-    _print(_as_json(document))
-
-
 def write_document(document: Mapping[str, Any], given: DocumentOptions) -> None:
     """Write the JSON document to the file of `--out`, if it is given."""
     if given.out is not None:
-        write_whole(given.out, _as_json(document) + "\n", "out")
+        write_whole(given.out, as_json(document) + "\n", "out")
 
 
 def write_report(
@@ -368,17 +364,17 @@ def write_report(
     try:
         # before the files: a full disk must not cost the document
         width = terminal_width(sys.stdout)
-        _print(_as_json(document) if given.json else "\n".join(fitted(text(width), width)))
+        print_text(as_json(document) if given.json else "\n".join(fitted(text(width), width)))
     finally:
         write_document(document, given)
         if html is not None and page is not None:
             write_whole(html, page(), "html")
 
 
-def _print(text: str) -> None:
+def print_text(text: str) -> None:
     with writing_stdout():
         print(text, flush=True)
 
 
-def _as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Mapping[str, Any]) -> str:
     return json.dumps(document, allow_nan=False)
