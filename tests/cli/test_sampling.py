@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -61,15 +59,6 @@ def test_log_probabilities_are_reported(generate: list[str], cli: Cli) -> None:
     first, *others = output["prompt_logprobs"]
     assert first is None
     assert any(score["processed"] is None for score in others), "the greedy distribution has one token"
-
-
-def test_options_override_a_models_own(generate: list[str], models: Path, tmp_path: Path, cli: Cli) -> None:
-    folder = shutil.copytree(models / "big", tmp_path / "model")
-    config = {"do_sample": True, "temperature": 0.9, "top_k": 1, "max_new_tokens": 7}
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    without_options = [*generate[:3], folder]
-    assert cli.ids(*without_options) == cli.ids(*generate)[:7], "the file has top_k = 1 and 7 tokens"
-    assert len(cli.ids(*without_options, "--max-new-tokens", "9")) == 9
 
 
 def test_a_trace_page_can_be_replaced(generate: list[str], models: Path, tmp_path: Path, cli: Cli) -> None:

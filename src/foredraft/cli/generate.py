@@ -18,6 +18,7 @@ from foredraft.cli.job import (
     alternate,
     show_samples,
     stream,
+    tell,
 )
 from foredraft.cli.options import (
     ChatOptions,
@@ -37,11 +38,9 @@ from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import (
     as_json,
     check_places,
-    fitted,
     print_error,
     print_text,
     read_prompt,
-    terminal_width,
     write_document,
 )
 from foredraft.decode.params import SamplingParams
@@ -217,7 +216,7 @@ def run(job: GenerateJob, options: OutputOptions, bars: ProgressBars, prompt: st
                 compared=options.compare, lossless=shown.lossless,
             )  # fmt: skip
             line = ", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)])
-            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+            tell(line, sys.stdout)
         for note in job.cuts(shown.outputs):
             print(f"foredraft: {note}", file=sys.stderr)
         for error in errors:
@@ -238,7 +237,10 @@ def write_page(job: GenerateJob, file: Path, outputs: list[Output]) -> None:
     about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
     if not all(output.lossless for output in outputs):
         about += f"; acceptance {job.params.acceptance}, which is not lossless"
-    prompt = job.prompt_text(outputs[0].prompt_tokens)
+    prompt, count = job.prompt, outputs[0].prompt_tokens
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str) or len(ids) > count:  # of a truncated one, the last tokens
+        prompt = tokenizer.decode(ids[-count:], skip_special=False)
     write_trace(file, outputs, prompt=prompt, tokenizer=tokenizer, about=about)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from cyclopts import CycloptsError
 
@@ -86,15 +86,6 @@ class GenerateJob:
         return self.llm.generate(
             self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.show_special, trace=trace
         )
-
-    def prompt_text(self, length: int) -> str:
-        """Return the prompt as text; of a truncated prompt, its last `length` tokens."""
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None  # the engine refuses a text prompt without one
-        ids = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        if isinstance(self.prompt, str) and len(ids) <= length:
-            return self.prompt
-        return tokenizer.decode(ids[-length:], skip_special=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +338,7 @@ class Repl:
             shown = Run.timed(partial(stream, job, self.painter, self.bars))
             self.bars.clear()
             line = last_line(shown.stats, finish(shown.outputs, job.limit), lossless=shown.lossless)
-            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+            tell(line, sys.stdout)
         for note in job.cuts(shown.outputs):
             tell(f"{note}; /clear begins anew" if job.open_ended else note)
         for error in shown.errors:
@@ -394,8 +385,10 @@ COMMANDS: dict[str, Callable[[Repl, str], None]] = {
 }
 
 
-def tell(line: str) -> None:
-    print("\n".join(fitted([line], terminal_width(sys.stderr))), file=sys.stderr)
+def tell(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, to stderr if no stream is given; a narrow terminal gets it in several."""
+    stream = stream or sys.stderr
+    print("\n".join(fitted([line], terminal_width(stream))), file=stream)
 
 
 def parse_setting(name: str, value: str) -> tuple[str, Any]:
