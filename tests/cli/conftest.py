@@ -111,6 +111,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pair(models: Path) -> list[str]:
+    """The options of both models."""
+    return ["--model", str(models / "big"), "--draft", str(models / "small"), "--device", "cpu"]
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))

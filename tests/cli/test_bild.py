@@ -18,11 +18,6 @@ UNBOUNDED = ["--policy", "fixed", "--acceptance", "bild", "--rollback", "inf"]
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24", "--ignore-eos"]
 
 
-@pytest.fixture(scope="module")
-def pair(models: Path) -> list[str]:
-    return ["--model", str(models / "big"), "--draft", str(models / "small"), "--device", "cpu"]
-
-
 def document(cli: Cli, pair: list[str], *words: str) -> dict[str, Any]:
     return cli.document("generate", *pair, "def accept", *GREEDY, *words)
 

@@ -18,11 +18,6 @@ GENERATE = ["generate", "def accept", "--max-new-tokens", "8", "--temperature", 
 VERIFY = ["verify", "def accept", "--tokens", "4", "--samples", "64", "--seed", "1"]
 
 
-@pytest.fixture
-def pair(models: Path) -> list[str]:
-    return ["--model", str(models / "big"), "--draft", str(models / "small"), "--device", "cpu"]
-
-
 @pytest.mark.heavy
 def test_the_document_is_printed_alone_and_written_beside_the_text(
     pair: list[str], tmp_path: Path, cli: Cli
