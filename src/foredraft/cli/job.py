@@ -244,12 +244,14 @@ class Conversation:
     def load(self, file: Path) -> int:
         """Take the messages of a file that `save` wrote, the system message included, instead of these."""
         try:
-            messages = _messages(json.loads(file.read_text(encoding="utf-8")))
+            messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+            if not isinstance(messages, list) or not all(map(_is_message, messages)):
+                raise ValueError("no messages")
         except OSError as error:
             raise RequestError(
                 f"{file} cannot be read ({error.strerror})", remedy="give another file"
             ) from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(f"{file} holds no conversation", remedy="give one that was saved") from error
         first = sum(message["role"] == "system" for message in messages[:1])
         self._system, self.turns = messages[:first], messages[first:]
@@ -260,16 +262,9 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _messages(document: Any) -> list[dict[str, str]]:
-    found = document.get("messages") if isinstance(document, dict) else None
-    if not isinstance(found, list):
-        raise ValueError("no messages")
-    for message in found:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise ValueError("no message")
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ValueError("no message")
-    return found
+def _is_message(found: Any) -> bool:
+    known = isinstance(found, dict) and found.keys() == {"role", "content"}
+    return known and found["role"] in ROLES and isinstance(found["content"], str)
 
 
 PROMPT = "> "
