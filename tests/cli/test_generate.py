@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -601,8 +601,7 @@ def test_speedup_is_the_median_of_the_ratios_within_pairs() -> None:
     plain = clock.decoder(lambda i: [9, 4, 8, 4, 8, 4][i], tokens)
     speculative = clock.decoder(lambda i: [9, 2, 4, 4, 4, 1][i], tokens)
     comparison = clock.compare(plain, speculative)
-    assert comparison.speedups == pytest.approx((2, 2, 1, 2, 4))
-    assert comparison.as_dict() == {
+    assert asdict(comparison) == {
         "speedup": pytest.approx(2),
         "speedup_low": pytest.approx(1),
         "speedup_high": pytest.approx(4),

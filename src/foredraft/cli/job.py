@@ -156,25 +156,13 @@ Generate = Callable[[], Tokens]
 class Comparison:
     """The result of `alternate`."""
 
-    speedups: tuple[float, ...]  # speculative over plain tokens/s, one ratio per pair
+    speedup: float  # speculative over plain tokens/s, the median of one ratio per pair
+    speedup_low: float
+    speedup_high: float
+    alternations: int  # pairs
     plain_tokens_per_second: float  # median over the pairs
     speculative_tokens_per_second: float  # median over the pairs
     identical: bool | None  # all runs gave the same tokens; None if they need not
-
-    @property
-    def speedup(self) -> float:
-        return median(self.speedups)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "speedup": self.speedup,
-            "speedup_low": min(self.speedups),
-            "speedup_high": max(self.speedups),
-            "alternations": len(self.speedups),
-            "plain_tokens_per_second": self.plain_tokens_per_second,
-            "speculative_tokens_per_second": self.speculative_tokens_per_second,
-            "identical": self.identical,
-        }
 
 
 def alternate(
@@ -205,12 +193,12 @@ def alternate(
         fast = rate(speculative) if index >= 0 and index % 2 else None
         slow = rate(plain)
         rates.append((slow, rate(speculative) if fast is None else fast))
-    rates = rates[1:]
+    plain_rates, speculative_rates = zip(*rates[1:], strict=True)
+    ratios = [fast / slow for slow, fast in rates[1:]]
     same = all([list(output) for output in text] == [list(output) for output in texts[0]] for text in texts)
     return Comparison(
-        speedups=tuple(fast / slow for slow, fast in rates),
-        plain_tokens_per_second=median(slow for slow, _ in rates),
-        speculative_tokens_per_second=median(fast for _, fast in rates),
+        *(median(ratios), min(ratios), max(ratios), len(ratios)),
+        *(median(plain_rates), median(speculative_rates)),
         identical=same if comparable else None,
     )
 
