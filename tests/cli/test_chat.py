@@ -174,15 +174,9 @@ def test_size_of_conversation(converse: Converse, loaded: list[LLM], monkeypatch
     ("line", "says"),
     [
         ("x --system y", "--system has no effect without --chat; add --chat, or leave it out"),
-        (
-            "--chat",
-            "no prompt, and no terminal for a conversation; give a prompt, or - to read it from stdin",
-        ),
+        ("--chat", "no prompt, and no terminal for a conversation; give a prompt, or - to read it from"),
         ("--chat x --system a\udcff", "the system message is not UTF-8 text (character 1); convert it first"),
-        (
-            "--chat x",
-            "--chat needs a chat template, but the model has none; leave it out, or give --model a model trained for",
-        ),
+        ("--chat x", "--chat needs a chat template, but the model has none; leave it out, or give --model"),
         ("--chat refuse --model {chatty}", "the chat template refuses the messages: No such words."),
         ("x --revision v1", "--revision is 'v1', but no hub id is given that has it; leave it out"),
     ],

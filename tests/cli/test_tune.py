@@ -262,10 +262,7 @@ def test_without_a_terminal_stderr_has_a_line_per_stage_and_per_tenth_of_the_tri
         ({"model": ""}, "--model is ''; give it a value, or leave it out"),
         ({"plan_out": ""}, "--plan-out is '' or '.'; give a file in a folder that exists"),
         ({"html": ""}, "--html is '' or '.'; give a file in a folder that exists"),
-        (
-            {"new_tokens": 3000},
-            "the 3000 new tokens that the search needs exceed the 2048 positions available; lower --new-tokens",
-        ),
+        ({"new_tokens": 3000}, "exceed the 2048 positions available; lower --new-tokens"),
         (
             {"max_length": 70},
             "exceed the 70 positions available; shorten the prompt, or give --truncate left, or raise"
