@@ -18,18 +18,6 @@ GENERATE = ["generate", "def accept", "--max-new-tokens", "8", "--temperature", 
 VERIFY = ["verify", "def accept", "--tokens", "4", "--samples", "64", "--seed", "1"]
 
 
-@pytest.mark.heavy
-def test_the_document_is_printed_alone_and_written_beside_the_text(
-    pair: list[str], tmp_path: Path, cli: Cli
-) -> None:
-    file = tmp_path / "document.json"
-    printed = cli.document(*VERIFY, *pair, code=3)
-    text = cli(*VERIFY, *pair, "--out", file, code=3).out
-    assert text and "{" not in text.splitlines()[-1]
-    assert document(file.read_text()).keys() == printed.keys()
-    assert [*tmp_path.iterdir()] == [file]
-
-
 def test_the_file_has_what_json_prints_and_scores(pair: list[str], tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "document.json"
     command = [*GENERATE, *pair, "--out", file, "--logprobs", "1"]
