@@ -35,6 +35,11 @@ class Cli:
         """Return what the command prints with --json."""
         return document(self(line, *words, "--json", code=code).out)
 
+    def ids(self, line: str, *words: object) -> list[int]:
+        """Return the token ids of the first text of `generate`."""
+        found: list[int] = self.document(line, *words)["outputs"][0]["token_ids"]
+        return found
+
     def refused(self, line: str, *words: object) -> str:
         """Return the one line of a command that is refused, without its beginning."""
         printed = self(line, *words, code=2)
@@ -104,6 +109,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_pair(tmp_path_factory.mktemp("models"))
     save_checkpoint(folder / "mute", seed=1)
     return folder
+
+
+@pytest.fixture(scope="session")
+def pair(models: Path) -> list[str]:
+    """The options of both models."""
+    return ["--model", str(models / "big"), "--draft", str(models / "small"), "--device", "cpu"]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

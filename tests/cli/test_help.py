@@ -31,7 +31,7 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.verify import VERIFY
 from foredraft.cli.words import made_ready
-from foredraft.kinds.tables import DRAFTERS, POLICIES
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
 from tests.cli.conftest import Cli
 
 Shown = Callable[[str], list[str]]
@@ -91,8 +91,10 @@ def test_help_all_has_every_option_once(command: str, shown: Shown) -> None:
     assert {*options_in(shown(f"{command} --help"))} <= {*options_in(lines)}
 
 
-def test_each_policy_and_each_drafter_begins_a_line(shown: Shown) -> None:
+def test_each_policy_and_each_drafter_begins_a_line_and_the_lossy_rule_is_marked(shown: Shown) -> None:
     lines = shown("generate --help-all")
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    assert f"bild: {RULES['bild'].summary} (not lossless)" in text
     for name in (*POLICIES, *DRAFTERS):
         assert any(re.match(rf"│ +• {name}: ", line) for line in lines), name
 

@@ -74,10 +74,7 @@ def test_too_little_memory_has_its_remedy(models: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("./nowhere", "neither a folder nor a hub name"),
-        ("big --revision main", "is a local folder, which has no revision 'main'"),
         ("big --dtype int4", "--dtype"),
-        ("big --device tpu", "--device is 'tpu'; give 'cpu', 'cuda' or 'cuda:N'"),
         ("big big", "info has no place for"),
         ("big --model big", "given as an argument and by --model; leave one out"),
         ("big --temperature 0", "Unknown option: --temperature"),

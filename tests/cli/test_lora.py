@@ -24,10 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 TEXT_OPTIONS = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--device", "cpu"]
 MADE_FOR_BASE = "was made for the model without its LoRA"
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +47,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 def ids(cli: Cli, *words: object) -> list[int]:
-    [output] = cli.document("generate", "def accept", *words, *TEXT_OPTIONS)["outputs"]
-    found: list[int] = output["token_ids"]
-    return found
+    return cli.ids("generate", "def accept", *words, *TEXT_OPTIONS)
 
 
 def test_generate_writes_the_merged_models_text(models: Path, loras: tuple[Path, Path], cli: Cli) -> None:
@@ -77,14 +72,6 @@ def test_info_shows_each_lora(models: Path, loras: tuple[Path, Path], cli: Cli) 
     assert lines[2] == f"LoRA: {two}, rank 2, alpha 8, {parts}; made for {big}"
     [info] = cli.document("info", big, "--lora", one)["models"][0]["loras"]
     assert info["ranks"] == [4] and info["alphas"] == [24] and info["scaled_by"] == "sqrt(r)"
-
-
-def test_bad_loras(models: Path, loras: tuple[Path, Path], prompts: str, tmp_path: Path, cli: Cli) -> None:
-    for command in ("generate x", "info", f"tune --prompts {prompts}", f"quantise --out {tmp_path / 'out'}"):
-        line = cli.refused(command, "--model", models / "big", "--lora", models / "small")
-        assert line.startswith("LoRA ") and "is no LoRA: it has a config.json" in line
-    told = cli.refused("generate x --model", loras[0])
-    assert f"give that one, and this as --lora {loras[0]}" in told
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""--plan and drafter layer-skip in every command, and their mistakes."""
+"""--plan and drafter layer-skip in every command."""
 
 from __future__ import annotations
 
@@ -9,26 +9,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.support.checkpoints import save_checkpoint
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--drafter layer-skip", "no plan for this model; make one with `foredraft tune`, or give --plan"),
-        ("--plan skip:heads=1", "--plan is 'skip:heads=1'; give exit:LAYER, or skip:attn=LAYERS/mlp"),
-        ("--plan exit:1 --drafter lookup", "--plan has no effect with drafter lookup; leave it out"),
-        (
-            "--plan exit:1 --draft nowhere --drafter layer-skip",
-            "--draft has no effect with drafter layer-skip",
-        ),
-    ],
-)
-def test_a_mistake_is_refused(models: Path, line: str, says: str, cli: Cli) -> None:
-    assert says in cli.refused(f"generate x {line} --model", models / "big")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.heavy

@@ -119,7 +119,6 @@ def test_what_cannot_be_honoured_is_refused(model: Path, tmp_path: Path, cli: Cl
         ([model, "--out", mine], "which holds other files"),
         ([few, "--out", tmp_path / "again"], "is quantised already"),
         ([model, "--out", other, "--data", tmp_path / "none.txt"], "none.txt"),
-        ([tmp_path / "nowhere", "--out", other], "neither a folder nor a hub name"),
         ([model, "--out", few], "which holds other files"),
     ):
         assert says in cli.refused("quantise --model", *words)

@@ -17,11 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-import foredraft
-from foredraft import SamplingParams, demo
 from tests.cli.conftest import Cli
 from tests.support.command import started_server
-from tests.support.loras import save_lora
 from tests.support.raw import RawClient, request_bytes
 from tests.support.running import environment
 
@@ -231,23 +228,3 @@ def test_the_options_of_the_unit_and_of_the_containers_exist(cli: Cli) -> None:
     assert drain and stop and int(stop[1]) >= int(drain[1]) + 10
     stages = container.split("\nFROM ")[2:]
     assert all("USER foredraft" in stage for stage in stages) and "HEALTHCHECK" in container
-
-
-@pytest.mark.heavy
-def test_it_serves_the_text_of_a_lora(tmp_path: Path) -> None:
-    """An adapter that was trained without the LoRA drafts, and one line says so."""
-    lora = save_lora(demo.target_path(), tmp_path / "lora", target_modules=["q_proj", "down_proj"], r=4)
-    with foredraft.load(demo.target_path(), lora=[lora], device="cpu", max_length=64) as llm:
-        [merged] = llm.generate(
-            ["def fibonacci(n):"], SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-        )
-    sent = {"prompt": "def fibonacci(n):", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    with started_server("--lora", str(lora), "--drafter", "kangaroo") as (_, address, said):
-        assert said.count("was made for the model without its LoRA") == 1
-        reply = httpx.post(
-            f"{address}/v1/completions", json={**sent, "drafter": "kangaroo"}, timeout=60
-        ).json()
-        metrics = httpx.get(f"{address}/metrics").text
-    assert reply["choices"][0]["text"] == merged.text
-    [drafted] = [line for line in metrics.splitlines() if line.startswith("foredraft_draft_tokens_total")]
-    assert float(drafted.split()[-1]) > 0

@@ -261,11 +261,7 @@ def test_without_a_terminal_stderr_has_a_line_per_stage_and_per_tenth_of_the_tri
         ({"model": ""}, "--model is ''; give it a value, or leave it out"),
         ({"plan_out": ""}, "--plan-out is '' or '.'; give a file in a folder that exists"),
         ({"html": ""}, "--html is '' or '.'; give a file in a folder that exists"),
-        ({"max_draft": 100_000}, "--max-draft is 100000, but this model's verifying pass takes 63 at most"),
-        (
-            {"new_tokens": 3000},
-            "the 3000 new tokens that the search needs exceed the 2048 positions available; lower --new-tokens",
-        ),
+        ({"new_tokens": 3000}, "exceed the 2048 positions available; lower --new-tokens"),
         (
             {"max_length": 70},
             "exceed the 70 positions available; shorten the prompt, or give --truncate left, or raise"
@@ -278,12 +274,9 @@ def test_without_a_terminal_stderr_has_a_line_per_stage_and_per_tenth_of_the_tri
         ),
         ({"trials": 0}, "--trials is 0; give 1 or more"),
         ({"timeout": 0}, "--timeout is 0.0; give seconds, more than 0"),
-        ({"timeout": 0.000001}, "--timeout is 1e-06, but no trial was completed in that time; raise"),
         ({"storage": "sqlite:////no/file.db"}, "--storage is 'sqlite:////no/file.db', which cannot"),
-        ({"storage": "what"}, "--storage is 'what', which is not a URL"),
         ({"prompts": "/no/such/file"}, "--prompts is '/no/such/file', which cannot be read (No such file"),
         ({"plan_out": "/no/such/folder/plan.json"}, "--plan-out is '/no/such/folder/plan.json'"),
-        ({"max_draft": 0}, "--max-draft is 0; give 1 or more"),
         ({"sampler": "grid"}, "grid"),
         ({"revision": "main"}, "revision"),
     ],

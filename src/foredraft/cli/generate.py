@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.bench.workload import PromptForm
 from foredraft.cli.interrupt import FAILED, INTERRUPTED, Interrupt
 from foredraft.cli.job import (
     Comparison,
@@ -19,6 +18,7 @@ from foredraft.cli.job import (
     alternate,
     show_samples,
     stream,
+    tell,
 )
 from foredraft.cli.options import (
     ChatOptions,
@@ -36,12 +36,11 @@ from foredraft.cli.options import (
 from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
 from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import (
+    as_json,
     check_places,
-    fitted,
-    print_document,
     print_error,
+    print_text,
     read_prompt,
-    terminal_width,
     write_document,
 )
 from foredraft.decode.params import SamplingParams
@@ -160,7 +159,7 @@ def check_request(
                 remedy=("add ", Option("json"), ", or leave it out"),
             )  # fmt: skip
     check_places(out=output.out, trace=output.trace)
-    PromptForm(chat.chat, chat.system)  # refuses a system message without a chat
+    _ = chat.form  # refuses a system message without a chat
     if not interactive:
         return
     if not on_terminal():
@@ -208,7 +207,7 @@ def run(job: GenerateJob, options: OutputOptions, bars: ProgressBars, prompt: st
         bars.clear()
         made = document(shown.outputs, stats, comparison, job.llm.weights)
         if options.json:
-            print_document(made)
+            print_text(as_json(made))
         else:
             if not streams:
                 show_samples(shown.outputs, painter)
@@ -217,7 +216,7 @@ def run(job: GenerateJob, options: OutputOptions, bars: ProgressBars, prompt: st
                 compared=options.compare, lossless=shown.lossless,
             )  # fmt: skip
             line = ", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)])
-            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+            tell(line, sys.stdout)
         for note in job.cuts(shown.outputs):
             print(f"foredraft: {note}", file=sys.stderr)
         for error in errors:
@@ -238,7 +237,10 @@ def write_page(job: GenerateJob, file: Path, outputs: list[Output]) -> None:
     about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
     if not all(output.lossless for output in outputs):
         about += f"; acceptance {job.params.acceptance}, which is not lossless"
-    prompt = job.prompt_text(outputs[0].prompt_tokens)
+    prompt, count = job.prompt, outputs[0].prompt_tokens
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str) or len(ids) > count:  # of a truncated one, the last tokens
+        prompt = tokenizer.decode(ids[-count:], skip_special=False)
     write_trace(file, outputs, prompt=prompt, tokenizer=tokenizer, about=about)
 
 

@@ -15,8 +15,8 @@ from time import sleep
 TYPE_CHECKING = False  # what `typing` calls so; importing it takes longer than all of this file
 if TYPE_CHECKING:
     import signal
-    from types import FrameType, TracebackType
-    from typing import Any
+    from types import FrameType
+    from typing import Any, Self
 
     from foredraft import LLM
 else:
@@ -64,23 +64,21 @@ def _last_words() -> None:
 class Raised:
     """Context manager in which SIGINT raises KeyboardInterrupt, for work that then keeps what it has."""
 
-    def __enter__(self) -> None:
-        self._previous: Any = signal.signal(signal.SIGINT, _raise)
+    def __enter__(self) -> Self:
+        self._previous: Any = signal.signal(signal.SIGINT, self._handle)
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; within an import, once it is over."""
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORTER:
-            _send_again()
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt; within an import, once it is over."""
+        while frame is not None:
+            if frame.f_code.co_filename == IMPORTER:
+                _send_again()
+                return
+            frame = frame.f_back
+        raise KeyboardInterrupt
 
 
 def _forgotten(unraisable: sys.UnraisableHookArgs) -> None:
@@ -99,7 +97,7 @@ def _send_again() -> None:
     timer.start()
 
 
-class Interrupt:
+class Interrupt(Raised):
     """Context manager that handles SIGINT: the first signal cancels all requests of `llm`.
 
     The engine runs in a thread of its own, which no signal reaches. Other work calls `check` where nothing is
@@ -110,17 +108,10 @@ class Interrupt:
     def __init__(self, llm: LLM | None = None) -> None:
         self.llm = llm
         self.received = False  # a SIGINT arrived
-        self._previous: Any = None
         self._cancelling: Any = None  # a thread
 
-    def __enter__(self) -> Interrupt:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self.llm = None
         if self._cancelling is not None:
             self._cancelling.join()
@@ -132,8 +123,7 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
-            _raise(number, frame)
-            return
+            super()._handle(number, frame)
         self.received = True
         if self.llm is not None:
             from threading import Thread

@@ -10,27 +10,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from cyclopts import App, CycloptsError
+from cyclopts import CycloptsError
 
 from foredraft.bench.workload import chat_ids
+from foredraft.cli.commands import app
 from foredraft.cli.interrupt import Interrupt, Raised
-from foredraft.cli.options import REQUEST, SamplingOptions, request_options
+from foredraft.cli.options import REQUEST, request_options
 from foredraft.cli.render import Painter, ProgressBars, finish, last_line
-from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import as_flag, fitted, print_error, terminal_width
 from foredraft.errors import Option, RequestError, did_you_mean
 from foredraft.files import replacing
 
 if TYPE_CHECKING:
-    from foredraft import LLM, Output, Piece, SamplingParams, Stats
+    from foredraft import LLM, Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 
@@ -87,20 +87,6 @@ class GenerateJob:
             self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.show_special, trace=trace
         )
 
-    def stream(self) -> Iterator[Piece]:
-        return self.llm.stream(
-            self.prompt, self.params, truncate=self.truncate, show_special=self.show_special, trace=self.trace
-        )
-
-    def prompt_text(self, length: int) -> str:
-        """Return the prompt as text; of a truncated prompt, its last `length` tokens."""
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None  # the engine refuses a text prompt without one
-        ids = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        if isinstance(self.prompt, str) and len(ids) <= length:
-            return self.prompt
-        return tokenizer.decode(ids[-length:], skip_special=False)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -136,7 +122,10 @@ def stream(job: GenerateJob, painter: Painter, bars: ProgressBars) -> list[Outpu
     """Generate one sample, and print each token's text as soon as later tokens cannot change it."""
     origins: list[str] = []
     output = None
-    for piece in job.stream():
+    pieces = job.llm.stream(
+        job.prompt, job.params, truncate=job.truncate, show_special=job.show_special, trace=job.trace
+    )
+    for piece in pieces:
         bars.clear()
         origins += piece.origins
         painter.print_legend()
@@ -167,25 +156,13 @@ Generate = Callable[[], Tokens]
 class Comparison:
     """The result of `alternate`."""
 
-    speedups: tuple[float, ...]  # speculative over plain tokens/s, one ratio per pair
+    speedup: float  # speculative over plain tokens/s, the median of one ratio per pair
+    speedup_low: float
+    speedup_high: float
+    alternations: int  # pairs
     plain_tokens_per_second: float  # median over the pairs
     speculative_tokens_per_second: float  # median over the pairs
     identical: bool | None  # all runs gave the same tokens; None if they need not
-
-    @property
-    def speedup(self) -> float:
-        return median(self.speedups)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "speedup": self.speedup,
-            "speedup_low": min(self.speedups),
-            "speedup_high": max(self.speedups),
-            "alternations": len(self.speedups),
-            "plain_tokens_per_second": self.plain_tokens_per_second,
-            "speculative_tokens_per_second": self.speculative_tokens_per_second,
-            "identical": self.identical,
-        }
 
 
 def alternate(
@@ -216,12 +193,12 @@ def alternate(
         fast = rate(speculative) if index >= 0 and index % 2 else None
         slow = rate(plain)
         rates.append((slow, rate(speculative) if fast is None else fast))
-    rates = rates[1:]
+    plain_rates, speculative_rates = zip(*rates[1:], strict=True)
+    ratios = [fast / slow for slow, fast in rates[1:]]
     same = all([list(output) for output in text] == [list(output) for output in texts[0]] for text in texts)
     return Comparison(
-        speedups=tuple(fast / slow for slow, fast in rates),
-        plain_tokens_per_second=median(slow for slow, _ in rates),
-        speculative_tokens_per_second=median(fast for _, fast in rates),
+        *(median(ratios), min(ratios), max(ratios), len(ratios)),
+        *(median(plain_rates), median(speculative_rates)),
         identical=same if comparable else None,
     )
 
@@ -234,18 +211,12 @@ class Conversation:
 
     def __init__(self, system: str | None) -> None:
         self._system = [] if system is None else [_message("system", system)]
-        # messages of the user and the assistant, in order. The system message is kept apart, so that `clear`
+        # messages of the user and the assistant, in order. The system message is kept apart, so that /clear
         # leaves it
         self.turns: list[dict[str, str]] = []
 
     def encode(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
         return chat_ids(tokenizer, [*self._system, *self.turns, _message("user", text)])
-
-    def add(self, text: str, reply: str) -> None:
-        self.turns += [_message("user", text), _message("assistant", reply)]
-
-    def clear(self) -> None:
-        self.turns = []
 
     def save(self, file: Path) -> None:
         """Write all messages to a JSON file, as `{"messages": [{"role": ..., "content": ...}, ...]}`."""
@@ -261,12 +232,14 @@ class Conversation:
     def load(self, file: Path) -> int:
         """Take the messages of a file that `save` wrote, the system message included, instead of these."""
         try:
-            messages = _messages(json.loads(file.read_text(encoding="utf-8")))
+            messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+            if not isinstance(messages, list) or not all(map(_is_message, messages)):
+                raise ValueError("no messages")
         except OSError as error:
             raise RequestError(
                 f"{file} cannot be read ({error.strerror})", remedy="give another file"
             ) from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(f"{file} holds no conversation", remedy="give one that was saved") from error
         first = sum(message["role"] == "system" for message in messages[:1])
         self._system, self.turns = messages[:first], messages[first:]
@@ -277,16 +250,9 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _messages(document: Any) -> list[dict[str, str]]:
-    found = document.get("messages") if isinstance(document, dict) else None
-    if not isinstance(found, list):
-        raise ValueError("no messages")
-    for message in found:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise ValueError("no message")
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ValueError("no message")
-    return found
+def _is_message(found: Any) -> bool:
+    known = isinstance(found, dict) and found.keys() == {"role", "content"}
+    return known and found["role"] in ROLES and isinstance(found["content"], str)
 
 
 PROMPT = "> "
@@ -355,7 +321,7 @@ class Repl:
             shown = Run.timed(partial(stream, job, self.painter, self.bars))
             self.bars.clear()
             line = last_line(shown.stats, finish(shown.outputs, job.limit), lossless=shown.lossless)
-            print("\n".join(fitted([line], terminal_width(sys.stdout))))
+            tell(line, sys.stdout)
         for note in job.cuts(shown.outputs):
             tell(f"{note}; /clear begins anew" if job.open_ended else note)
         for error in shown.errors:
@@ -364,7 +330,8 @@ class Repl:
             [output] = shown.outputs
             assert llm.tokenizer is not None
             # Without special tokens, even under --show-special: the chat template adds them itself.
-            self.conversation.add(text, llm.tokenizer.decode(output.token_ids, after=prompt))
+            answer = llm.tokenizer.decode(output.token_ids, after=prompt)
+            self.conversation.turns += [_message("user", text), _message("assistant", answer)]
 
     def load(self, argument: str) -> None:
         number = self.conversation.load(_file(argument, "/load"))
@@ -393,7 +360,7 @@ NAMES = (
 HELP = f"{NAMES}; Ctrl-C ends a reply. With a space before its / a line is a message"
 COMMANDS: dict[str, Callable[[Repl, str], None]] = {
     "/help": lambda repl, argument: tell(HELP),
-    "/clear": lambda repl, argument: repl.conversation.clear(),
+    "/clear": lambda repl, argument: repl.conversation.turns.clear(),
     "/save": lambda repl, argument: repl.conversation.save(_file(argument, "/save")),
     "/load": Repl.load,
     "/set": Repl.set,
@@ -401,8 +368,10 @@ COMMANDS: dict[str, Callable[[Repl, str], None]] = {
 }
 
 
-def tell(line: str) -> None:
-    print("\n".join(fitted([line], terminal_width(sys.stderr))), file=sys.stderr)
+def tell(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, to stderr if no stream is given; a narrow terminal gets it in several."""
+    stream = stream or sys.stderr
+    print("\n".join(fitted([line], terminal_width(stream))), file=stream)
 
 
 def parse_setting(name: str, value: str) -> tuple[str, Any]:
@@ -421,21 +390,8 @@ def parse_setting(name: str, value: str) -> tuple[str, Any]:
     if not value:
         raise RequestError(f"{flag} has no value", remedy=f"give one: /set {flag} VALUE")
     option = flag.replace("-", "_")
-    parsed = _parser()([f"--{flag}={value}"])
-    return option, request_options(parsed)[option]
-
-
-def _parser() -> App:
-    parser = App(
-        name="/set", result_action="return_value", exit_on_error=False, print_error=False,
-        help_flags=[], version_flags=[],
-    )  # fmt: skip
-
-    @parser.default
-    def parsed(*, sampling: SamplingOptions = NONE) -> Given:
-        return sampling
-
-    return parser
+    _, bound, _ = app.parse_args(["generate", f"--{flag}={value}"])
+    return option, request_options(bound.arguments["sampling"])[option]
 
 
 def _file(argument: str, command: str) -> Path:

@@ -97,10 +97,9 @@ DRAFTED = (
         "policy": _choice(
             POLICIES, f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))}."
         ),
-        "policy_option": Annotated[
-            Repeatable,
-            Parameter(help=f"NAME=VALUE sets a parameter of the policy; repeatable.\n\n{SETTINGS_HELP}"),
-        ],
+        "policy_option": option(
+            Repeatable, f"NAME=VALUE sets a parameter of the policy; repeatable.\n\n{SETTINGS_HELP}"
+        ),
     }
     | derived(
         "max_draft",
@@ -159,9 +158,9 @@ REQUEST = (
     | derived("logprobs", "prompt_logprobs", more=SCORES)
     | derived("seed", default="a fresh one, which the JSON document has")
     | {
-        "logit_bias": Annotated[
-            Repeatable, Parameter(help="ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable.")
-        ],
+        "logit_bias": option(
+            Repeatable, "ID=BIAS adds a bias from -100 to 100 to a token's logit; repeatable."
+        ),
         "prediction": option(
             Path, "A file with what the text will probably be, such as a file before an edit; drafts copy it."
         ),
@@ -191,18 +190,8 @@ else:
 
 @Parameter(name="*", group=CHAT)
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
-    chat: Annotated[Flag, common(CHAT)] = False
-    """Send PROMPT as a user message in the model's chat template. Without PROMPT, on a terminal, hold a
-    conversation: /help lists its commands, Ctrl-C ends a reply, /bye or Ctrl-D ends it."""
-    system: str | None = None
-    """With --chat: the system message."""
-
-
-@Parameter(name="*", group=CHAT)
-@dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How the prompts of a measurement become token ids."""
+    """How the prompts of a command become token ids."""
 
     chat: Flag = False
     """Send each prompt as a user message in the model's chat template, as generate --chat does."""
@@ -212,6 +201,14 @@ class PromptOptions:
     @property
     def form(self) -> PromptForm:
         return PromptForm(self.chat, self.system)
+
+
+@Parameter(name="*", group=CHAT)
+@dataclass(frozen=True, slots=True)
+class ChatOptions(PromptOptions):
+    chat: Annotated[Flag, common(CHAT)] = False
+    """Send PROMPT as a user message in the model's chat template. Without PROMPT, on a terminal, hold a
+    conversation: /help lists its commands, Ctrl-C ends a reply, /bye or Ctrl-D ends it."""
 
 
 @Parameter(name="*", group=OUTPUT)
@@ -286,10 +283,7 @@ CONSTRAINTS = {
     **derived("ban"),
     "ban_file": option(Path, "A UTF-8 file with one banned text in each line."),
     **derived(*(name for name in CONSTRAINED if name not in GRAMMARS), "regex"),
-    "choice": Annotated[
-        Repeatable,
-        Parameter(help="A string that the whole text may be; repeatable: the text is one of them."),
-    ],
+    "choice": option(Repeatable, "A string that the whole text may be; repeatable: the text is one of them."),
     **derived(*(name for name in GRAMMARS if name not in ("regex", "choices"))),
     "json_schema": option(
         str, "The JSON schema of the text: a file, or the schema itself, which begins with {."
@@ -329,14 +323,11 @@ def constraint_options(given: Given) -> dict[str, Any]:
     return options
 
 
-LIBRARY_NAMES = {"policy_option": "policy_options"}  # option here -> option of `load`
-
-
 def check_drafting_options(model: Given, drafting: Given, *, compare: bool = False) -> None:
     check_effects(
         drafter_name(drafting, model),
         compare=compare,
-        options=[LIBRARY_NAMES.get(name, name) for name in drafting],
+        options=["policy_options" if name == "policy_option" else name for name in drafting],
         policy=drafting.get("policy"),
         rule=drafting.get("acceptance"),
     )

@@ -254,10 +254,10 @@ def speedup(comparison: Comparison) -> str:
         False: "outputs identical: NO",
         None: "outputs not comparable token by token",
     }[comparison.identical]
-    low, high, count = min(comparison.speedups), max(comparison.speedups), len(comparison.speedups)
     return (
         f"median speed-up over plain decoding {comparison.speedup:.2f} x "
-        f"(spread {low:.2f}-{high:.2f} over {count} alternations; {flag})"
+        f"(spread {comparison.speedup_low:.2f}-{comparison.speedup_high:.2f} over {comparison.alternations}"
+        f" alternations; {flag})"
     )
 
 
@@ -270,7 +270,7 @@ def document(
     some = {
         "deterministic": None if deterministic else False,
         "weights": weights,
-        "compare": None if comparison is None else comparison.as_dict(),
+        "compare": None if comparison is None else asdict(comparison),
     }
     return {
         "outputs": [_output_dict(output) for output in outputs],

@@ -21,18 +21,15 @@ from foredraft.serve.settings import Settings
 if TYPE_CHECKING:
     from foredraft.serve.generations import Model
 
-SERVER = Group("Server", sort_key=0)
 WORKERS = "AnyIO worker"  # names of threads that work beside the event loop begin so
 KEY = "API_KEY"  # stands for a key in the calls to paste
-
-# Those that `--help` shows, too.
-COMMON_ONES = ["host", "port", "api_key_file"]
 
 if TYPE_CHECKING:
     ServerOptions: TypeAlias = Given
 else:
+    OWN = derived(*declared(Settings), of=declared(Settings))
     ServerOptions = section(
-        "ServerOptions", SERVER, derived(*declared(Settings), of=declared(Settings)), COMMON_ONES
+        "ServerOptions", Group("Server", sort_key=0), OWN, ["host", "port", "api_key_file"]
     )
 
 

@@ -31,8 +31,6 @@ from foredraft.files import check_place, write_whole
 if TYPE_CHECKING:
     from foredraft.cli.options import DocumentOptions
 
-PROMPT = ("-p", "--prompt")  # for the command that takes one
-
 
 @cache
 def other_names() -> dict[str, str]:
@@ -66,7 +64,7 @@ def name_here(word: str, options: Collection[str], command: str) -> str | None:
         'the argument itself, without an option'
     """
     name, _, _ = word.partition("=")
-    if name in PROMPT and command == "generate":
+    if name in ("-p", "--prompt") and command == "generate":
         return "the argument itself, without an option"
     here = other_names().get(name, "")
     return here if here.partition(" ")[0] in options else None
@@ -166,7 +164,6 @@ def read_text(option: str, file: Path) -> str:
         ) from error  # fmt: skip
 
 
-CONFIG = "config.json"  # of a checkpoint folder
 GGUF = ".gguf"
 
 
@@ -178,7 +175,7 @@ def check_is_no_model(prompt: str, model: str | None) -> None:
     elif os.path.isdir(prompt):  # False, too, for what can be no path
         with suppress(OSError):
             names = {file.name for file in Path(prompt).iterdir()}
-            if CONFIG in names or any(name.endswith(GGUF) for name in names):
+            if "config.json" in names or any(name.endswith(GGUF) for name in names):
                 kind = "the folder of a model"
     if kind is not None and model is None:
         told = "? To continue it as text, give it on stdin, by -"
@@ -349,14 +346,10 @@ def check_places(**files: Path | None) -> None:
             )
 
 
-def print_document(document: Mapping[str, Any]) -> None:
-    _print(_as_json(document))
-
-
 def write_document(document: Mapping[str, Any], given: DocumentOptions) -> None:
     """Write the JSON document to the file of `--out`, if it is given."""
     if given.out is not None:
-        write_whole(given.out, _as_json(document) + "\n", "out")
+        write_whole(given.out, as_json(document) + "\n", "out")
 
 
 def write_report(
@@ -371,17 +364,17 @@ def write_report(
     try:
         # before the files: a full disk must not cost the document
         width = terminal_width(sys.stdout)
-        _print(_as_json(document) if given.json else "\n".join(fitted(text(width), width)))
+        print_text(as_json(document) if given.json else "\n".join(fitted(text(width), width)))
     finally:
         write_document(document, given)
         if html is not None and page is not None:
             write_whole(html, page(), "html")
 
 
-def _print(text: str) -> None:
+def print_text(text: str) -> None:
     with writing_stdout():
         print(text, flush=True)
 
 
-def _as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Mapping[str, Any]) -> str:
     return json.dumps(document, allow_nan=False)

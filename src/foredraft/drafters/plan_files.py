@@ -225,14 +225,14 @@ def plan_place(hash: str, draft_weights: str | None = None) -> Path | None:
     return None if folder is None else folder / f"{name}.json"
 
 
-def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
+def keep_plan(plan: PlanFile) -> Path | None:
     """Write a plan to the cache folder, where `find_plan` finds it."""
     place = plan_place(plan.model_hash, plan.draft_weights)
     if place is not None:
         with suppress(OSError):  # the write below reports the error
             make_folder(place.parent)
             sweep(place.parent, TEMPORARY)
-        write_plan(plan, place, option)
+        write_plan(plan, place)
         with suppress(OSError):  # the reader of a plan that stays open refuses it
             shut(place)
     return place

@@ -95,13 +95,10 @@ class SafetensorsFile:
             with ExitStack() as opened:
                 self._file = opened.enter_context(path.open("rb"))
                 self.size = os.fstat(self._file.fileno()).st_size
-                header = self._header()
-                self.tensors = self._tensors(header)
+                self.tensors = self._tensors(self._header())
                 opened.pop_all()  # the file stays open
         except OSError as error:
             raise broken(f"{self.path} cannot be read ({error.strerror})") from error
-        given = header.get(METADATA)
-        self.metadata: dict[str, Any] = given if isinstance(given, dict) else {}
 
     def __enter__(self) -> SafetensorsFile:
         return self

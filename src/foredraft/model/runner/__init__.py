@@ -153,18 +153,16 @@ class Runner:
         start: int,
         *,
         aux_layers: Sequence[int] = (),
-        plan: Plan | None = None,
-        stop: int | None = None,
     ) -> Forward:
         """Run one chunk of a prompt, without logits; only its place in the prompt decides its shape."""
         if not tokens or start // CHUNK != (start + len(tokens) - 1) // CHUNK:
             chunk = f"a prefill chunk of {len(tokens)} tokens at {start}"
             raise ValueError(f"{chunk} must lie between multiples of {CHUNK}")
         self.forwarded += len(tokens)
-        depth, real = self.decoder.spec.layers if stop is None else stop, [range(len(tokens))]
         pass_ = Pass(
-            cache, upload([tokens], self.decoder.device), [start], row, active=[0], real=real, prefill=True,
-            plan=plan or self._full, start=0, stop=depth, aux_layers=tuple(aux_layers), head=False,
+            cache, upload([tokens], self.decoder.device), [start], row, active=[0],
+            real=[range(len(tokens))], prefill=True, plan=self._full, start=0, stop=self.decoder.spec.layers,
+            aux_layers=tuple(aux_layers), head=False,
         )  # fmt: skip
         return self.backend.run(pass_)
 
