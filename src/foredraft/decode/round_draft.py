@@ -264,11 +264,6 @@ class RoundInputs:
         return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, self.coupled)
 
 
-def with_siblings(draft: Draft, further: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Draft:
-    """Return the draft with siblings out of its further choices; arguments as `Siblings.of`."""
-    return replace(draft, siblings=Siblings.of(further, draft.lengths, budgets, siblings))
-
-
 @lru_cache(maxsize=1024)
 def lengths_tensor(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return `Draft.lengths` [B] int64. The same few recur round after round; they are never written to."""

@@ -15,26 +15,16 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One sequence's part in one round.
+    """One sequence's part in one round."""
 
-    Attributes:
-        drafted: Tokens proposed.
-        accepted: Proposed tokens that the acceptance rule kept.
-        emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
-            the number negative.
-        drafter: The drafter that the policy chose; None in a plain step.
-        undrawn: Draft steps that proposed no token, because the policy left their place to the target.
-        siblings: Leaves of the token tree, which were verified beside the draft.
-        sibling: A sibling of the draft followed the accepted tokens, and one token more.
-    """
-
-    drafted: int
-    accepted: int
+    drafted: int  # tokens proposed
+    accepted: int  # proposed tokens that the acceptance rule kept
+    # Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make it negative
     emitted: int
-    drafter: str | None = None
-    undrawn: int = 0
-    siblings: int = 0
-    sibling: bool = False
+    drafter: str | None = None  # the drafter that the policy chose; None in a plain step
+    undrawn: int = 0  # draft steps that proposed no token, because the policy left their place to the target
+    siblings: int = 0  # leaves of the token tree, which were verified beside the draft
+    sibling: bool = False  # a sibling of the draft followed the accepted tokens, and one token more
 
     @property
     def steps(self) -> int:
