@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.params import RuleName, SamplingParams
+from foredraft.decode.params import RULES, RuleName, SamplingParams
 from foredraft.errors import RequestError
 
 WRONG: dict[str, list[Any]] = {
@@ -113,10 +113,9 @@ def test_accepted_parameters() -> None:
 
 
 def test_acceptance_follows_the_seed() -> None:
-    assert not SamplingParams().is_coupled
-    assert SamplingParams(seed=1).is_coupled and SamplingParams(acceptance="coupled").is_coupled
-    rules: tuple[RuleName, ...] = ("speculative", "block", "bild")
-    assert not any(SamplingParams(seed=1, acceptance=rule).is_coupled for rule in rules)
+    assert (SamplingParams().rule, SamplingParams(seed=1).rule) == ("speculative", "coupled")
+    for rule in RULES:
+        assert SamplingParams(seed=1, acceptance=rule).rule == SamplingParams(acceptance=rule).rule == rule
 
 
 def test_only_the_lossy_rule_has_a_bound() -> None:

@@ -56,11 +56,6 @@ def choose_drafts(
     return [budget for budget, *_ in drafts], [name for _, name, _ in drafts], [count for *_, count in drafts]
 
 
-def _may_have_siblings(sequence: Sequence, drafter: Drafter) -> bool:
-    """Return whether a row's draft may have siblings; the lossy rule would say another text with them."""
-    return sequence.params.bound is None and isinstance(drafter, AutoregressiveDrafter)
-
-
 def _allowed(
     row: Candidates, decision: Decision, drafters: Mapping[str, Drafter], max_queries: int
 ) -> tuple[int, str | None, int]:
@@ -106,6 +101,7 @@ def _candidates(
                 row.late.add(name)
         if limit > 0:
             row.limits[name] = limit
-            if takes_leaves and _may_have_siblings(sequence, drafter):
+            is_lossy = sequence.params.bound is not None  # such a rule would say another text with siblings
+            if takes_leaves and not is_lossy and isinstance(drafter, AutoregressiveDrafter):
                 row.trees.add(name)
     return row

@@ -178,7 +178,7 @@ class Engine:
         keys = None if inputs.table.all_greedy else inputs.noise
         verify_inputs = VerifyInputs(
             forward.logits, replace(draft.proposal, siblings=siblings), inputs.table, masks, penalties, keys,
-            inputs.coupled, inputs.block, self.accept, self.noise,
+            inputs.rules, self.accept, self.noise,
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE
         found = replays.run(decide, verify_inputs, forward.logits, self.noise)

@@ -324,8 +324,8 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def is_coupled(self) -> bool:
-        return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
+    def rule(self) -> RuleName:
+        return self.acceptance or ("speculative" if self.seed is None else "coupled")
 
     @property
     def bound(self) -> float | None:

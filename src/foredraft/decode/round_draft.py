@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.distribution import Distribution
+from foredraft.decode.distribution import Distribution, placed
 from foredraft.decode.noise import NoiseKeys
 from foredraft.decode.sampling import PenaltyContext, SamplingTable
 from foredraft.decode.sequence import Sequence
@@ -97,12 +97,9 @@ class Siblings:
         if not known:
             return None
         width = max(part.tokens.shape[1] for _, part in known)
-        tokens = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
-        places = torch.zeros_like(tokens)
-        for own, part in known:
-            s = part.tokens.shape[1]
-            tokens[:, :s] = part.tokens.where(own[:, None], tokens[:, :s])
-            places[:, :s] = part.places.where(own[:, None], places[:, :s])
+        none = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
+        places = placed([(own, part.places) for own, part in known], torch.zeros_like(none))
+        tokens = placed([(own, part.tokens) for own, part in known], none)
         return cls(tokens, places, max(part.most for _, part in known))
 
     def at(self, places: Tensor, choice: int) -> Tensor:
@@ -162,16 +159,16 @@ class Draft:
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
         """Return one draft for a batch whose rows [B] were drafted by several drafters."""
         device, rows = inputs.device, len(inputs.sequences)
+        masks = [upload(own, device) for own, _ in parts]
+        several = [(own, draft) for own, (_, draft) in zip(masks, parts, strict=True)]
         width = max(draft.tokens.shape[1] for _, draft in parts)
-        tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        empty = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        tokens = placed([(own, draft.tokens) for own, draft in several], empty)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         nonfinite = torch.zeros(rows, dtype=torch.bool, device=device)
         undrawn: Tensor | None = None
         host_lengths = list(inputs.budgets)
-        for own_rows, draft in parts:
-            own = upload(own_rows, device)
-            k = draft.tokens.shape[1]
-            tokens[:, :k] = draft.tokens.where(own[:, None], tokens[:, :k])
+        for own, (own_rows, draft) in zip(masks, parts, strict=True):
             lengths = draft.lengths.where(own, lengths)
             if draft.nonfinite is not None:
                 nonfinite = nonfinite | draft.nonfinite
@@ -180,12 +177,10 @@ class Draft:
             if draft.host_lengths is not None:
                 pairs = zip(own_rows, draft.host_lengths, host_lengths, strict=True)
                 host_lengths = [mine if is_own else other for is_own, mine, other in pairs]
-        q = Distribution.combine(
-            [(upload(own, device), draft.q) for own, draft in parts], tokens, inputs.vocabulary
-        )
+        q = Distribution.combine([(own, draft.q) for own, draft in several], tokens, inputs.vocabulary)
         # The verifying pass resumes at one depth; the lower layers of other rows simply run again.
         resume = next((draft.resume for _, draft in parts if draft.resume is not None), None)
-        siblings = Siblings.combine([(upload(own, device), draft.siblings) for own, draft in parts])
+        siblings = Siblings.combine([(own, draft.siblings) for own, draft in several])
         resume = resume and resume.fit(width + 1)
         return cls(tokens, lengths, q, resume, nonfinite, host_lengths, undrawn, siblings=siblings)
 
@@ -232,18 +227,15 @@ class RoundInputs:
         return torch.stack(masks), siblings and siblings.under(after, free[0]), dead_ends
 
     @cached_property
-    def coupled(self) -> list[bool]:
-        """[B], rows under the coupled acceptance rule: their drafts share the target's noise."""
-        return [s.params.is_coupled for s in self.sequences]
+    def rules(self) -> list[str]:
+        """[B], the lossless rule of each row; `speculative` beside the lossy one."""
+        rules = [s.params.rule for s in self.sequences]
+        return ["speculative" if rule == "bild" else rule for rule in rules]
 
-    @cached_property
-    def block(self) -> list[bool]:
-        return [s.params.acceptance == "block" for s in self.sequences]
-
-    @cached_property
+    @property
     def one_rule(self) -> bool:
         """Whether all rows have one lossless rule, so that no mask of rows has to be uploaded."""
-        return len(set(zip(self.coupled, self.block, strict=True))) == 1
+        return len({*self.rules}) == 1
 
     @cached_property
     def noise(self) -> NoiseKeys:
@@ -261,7 +253,8 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, self.coupled)
+        coupled = [rule == "coupled" for rule in self.rules]  # these drafts share the target's noise
+        return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, coupled)
 
 
 @lru_cache(maxsize=1024)

@@ -27,11 +27,6 @@ def suits(drafter: str, policy: str) -> bool:
     return decides(POLICIES[policy], has_probs=kind.autoregressive, chooses=kind.chooses)
 
 
-def rule_suits(rule: str, drafter: str) -> bool:
-    """Return whether an acceptance rule has an effect: a lossy one needs drafts."""
-    return RULES[rule].lossless or drafter != "none"
-
-
 def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
     """Return whether the output has the target's distribution under a rule, None for the default one.
 
@@ -111,7 +106,7 @@ def check_effects(
     if policy is not None and not DRAFTERS[drafter].chooses and not suits(drafter, policy):
         problem = f"which needs draft probabilities, but drafter {drafter} has none"
         raise ConfigError(problem, option="policy", value=policy, remedy="give another policy")
-    if rule is not None and not rule_suits(rule, drafter):
+    if rule is not None and drafter == "none" and not RULES[rule].lossless:  # it needs drafts
         raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
 
 

@@ -402,10 +402,7 @@ def _draft_of(outcome: Round) -> tuple[str | None, int, int]:
 
 def _rule_of(sequence: Sequence) -> str:
     """Return the rule that judges a sequence's drafts: each accepts another share of the same drafts."""
-    params = sequence.params
-    if params.temperature == 0:
-        return "greedy"
-    return "coupled" if params.is_coupled else params.acceptance or "speculative"
+    return "greedy" if sequence.params.greedy else sequence.params.rule
 
 
 def _state(row: Candidates) -> RequestState:
