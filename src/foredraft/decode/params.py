@@ -303,7 +303,8 @@ class SamplingParams:
             if value is True:
                 return name, '{"type": "object"}'
             if value:
-                return name, _one_of(value) if name == "choices" else value
+                choices = (META.sub(r"\\\g<0>", choice) for choice in value)
+                return name, "|".join(choices) if name == "choices" else value
         return None
 
     def replace(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
@@ -353,16 +354,6 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Return whether emitted tokens change the next distribution."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    """Return a regular expression that only these strings match.
-
-    Examples:
-        >>> _one_of(("yes", "1.5"))
-        'yes|1\\\\.5'
-    """
-    return "|".join(META.sub(r"\\\g<0>", choice) for choice in choices)
 
 
 # What to do here instead of an option of another library; names that only differ stand with their options.
