@@ -256,8 +256,3 @@ def answer_of(part: Any, name: str, ask: Callable[[], T], otherwise: T) -> T:
             logger.error("%s failed; its request ends with an error", name, exc_info=error)
             part.failed = f"{name} failed: {type(error).__name__}: {error}"
         return otherwise
-
-
-def guarded(constraint: Constraint | None) -> Constraint | None:
-    """Return a constraint with its errors caught; None without a constraint."""
-    return constraint if constraint is None or isinstance(constraint, Guarded) else Guarded(constraint)

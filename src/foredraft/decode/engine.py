@@ -5,7 +5,7 @@
 Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of a
 sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
 device once a round, and once after each draft step that a policy or a constraint may end. An error harms its
-own request alone (`faults`, `guarded`).
+own request alone (`Guarded`).
 """
 
 from __future__ import annotations
