@@ -28,8 +28,8 @@ class RowResult:
     drafter_nonfinite: bool  # the drafter's logits were not finite
     tokens: list[int]  # [K] drafted tokens, padded
     scores: list[Score]  # of the accepted tokens and the next one, where the request asks for them
-    # if traced: probabilities of the K tokens by the target's distributions, which judged the draft, and by the
-    # drafter's, and that of the next token
+    # if traced: probabilities of the K tokens by the target's distributions, which judged the draft, those by
+    # the drafter's, and that of the next token
     chances: list[float]
     target_confidence: float | None = None  # in the next token; None unless the policy wants it
     undrawn: int = 0  # draft steps that proposed no token

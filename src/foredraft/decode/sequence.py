@@ -123,7 +123,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.ends = self.params.ends(self.eos)
-        self.constraint = self.constraint and Guarded(self.constraint)
+        if not isinstance(self.constraint, Guarded | None):
+            self.constraint = Guarded(self.constraint)
         if self.params.penalised:
             self.token_counts = TokenCounts(self.prompt)
 
