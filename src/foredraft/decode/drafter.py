@@ -40,11 +40,6 @@ class DraftPass:
     # batch-invariant shapes. None: it does not resume.
     exit: int | None = None
 
-    @property
-    def described(self) -> str:
-        """What tells its forwards from others of the same runner, as a key of kept costs."""
-        return repr(self.plan)
-
     def __call__(
         self,
         cache: CacheLayers,

@@ -151,7 +151,8 @@ class Engine:
     def round(self) -> list[Sequence]:
         alone = operators_alone(self._by_kernels)
         with self.observer.phase("round"), torch.inference_mode(), alone:
-            started, policy = time.perf_counter(), self._policy()
+            started, own = time.perf_counter(), any(s.policy is not None for s in self.rows.sequences)
+            policy = ByRequest(self.policy, self.rows.sequences) if own else self.policy
             try:
                 inputs, results, forward = self._draft_and_verify(policy)
             except torch.OutOfMemoryError as error:
@@ -195,10 +196,6 @@ class Engine:
         abandon_round(active, self.drafters)
         self._leave(max(active, key=lambda sequence: sequence.id), Finish.ERROR, error)
 
-    def _policy(self) -> Policy:
-        own = any(sequence.policy is not None for sequence in self.rows.sequences)
-        return ByRequest(self.policy, self.rows.sequences) if own else self.policy
-
     def _inputs(self, policy: Policy) -> RoundInputs:
         sequences = list(self.rows.sequences)
         idle = [not s.active for s in sequences]
@@ -228,16 +225,12 @@ class Engine:
             resume = resume and resume.fit(tokens.shape[1])
         if resume is not None and any(layer < resume.depth for layer in aux_layers):
             resume = None  # another row's drafter wants states that a resumed pass does not compute
+        starts = [len(s.tokens) - 1 for s in inputs.sequences]
+        counts = [0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)]
         return self.target.forward(
-            self.cache,
-            tokens,
-            [len(s.tokens) - 1 for s in inputs.sequences],
-            idle=inputs.idle,
-            counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
-            resume=resume,
-            aux_layers=aux_layers,
-            leaves=leaves,
-        )
+            self.cache, tokens, starts, idle=inputs.idle, counts=counts, resume=resume,
+            aux_layers=aux_layers, leaves=leaves,
+        )  # fmt: skip
 
     def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
@@ -329,8 +322,7 @@ class Engine:
     ) -> None:
         """Hand the row's drafters the auxiliary states committed from `base` on, and roll them back.
 
-        Nothing else in a commit allocates a GPU's memory; where it ends here, the other rows commit as they
-        would.
+        Nothing else in a commit allocates a GPU's memory; a row for which it ends harms no other.
         """
         for name in sequence.drafters:
             drafter = self.drafters[name]
@@ -371,13 +363,10 @@ class Engine:
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return
         readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
+        needed = [self.cache, *(cache for drafter in readers for cache in drafter.caches)]
+        caches, tokens = self._prompt_caches(sequence), sequence.prompt[:-1]
         sequence.prefix = self.prefix_cache.restore(
-            sequence.prefix,
-            sequence.prompt[:-1],
-            self._prompt_caches(sequence),
-            sequence.row,
-            self.target.chunk,
-            needed=[self.cache, *(cache for drafter in readers for cache in drafter.caches)],
+            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed
         )
         sequence.cached = sequence.prefix.end
 

@@ -47,13 +47,11 @@ RULES = get_args(RuleName)
 
 
 class Schema(Value):
-    """A JSON schema, kept as JSON.
-
-    A class with a method `model_json_schema` is a model of pydantic, which is no dependency
-    (https://docs.pydantic.dev/latest/api/base_model/#pydantic.BaseModel.model_json_schema).
-    """
+    """A JSON schema, kept as JSON."""
 
     def read(self, given: Any) -> str:
+        # of pydantic, which is no dependency:
+        # https://docs.pydantic.dev/latest/api/base_model/#pydantic.BaseModel.model_json_schema
         if isinstance(given, type) and hasattr(given, "model_json_schema"):
             try:
                 given = given.model_json_schema()
@@ -294,10 +292,7 @@ class SamplingParams:
 
     @property
     def text_grammar(self) -> tuple[str, str] | None:
-        """Return the option that gives the text's grammar, and its value; None without one.
-
-        The value of choices is a regular expression.
-        """
+        """Return the option that gives the text's grammar, and its value; of choices a regular expression."""
         for name in GRAMMARS:
             value = getattr(self, name)
             if value is True:
@@ -337,10 +332,9 @@ class SamplingParams:
 
     @property
     def judged(self) -> SamplingParams:
-        """Return the parameters of the distribution that measures surprise under the lossy rule.
+        """Return the parameters that measure surprise under the lossy rule.
 
-        They are these, but at temperature 0, where every token but one would be infinitely surprising, they
-        have temperature 1 and no truncation.
+        At temperature 0 every token but one would be infinitely surprising: it is measured at 1, untruncated.
         """
         if self.bound is None or not self.greedy:
             return self

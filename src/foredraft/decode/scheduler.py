@@ -50,11 +50,6 @@ class Shares:
         self._waiting = waiting
         given.clear()
 
-    def restart(self) -> None:
-        self._leads.clear()
-        self._given.clear()
-        self._waiting = frozenset()
-
 
 class Rows:
     """`sequences[r]` owns row r of every cache."""
@@ -115,7 +110,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         if not self._competing():
-            self.shares.restart()
+            self.shares = Shares()
         self._queues.setdefault(sequence.client, deque()).append(sequence)
 
     @property
