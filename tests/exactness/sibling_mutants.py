@@ -13,9 +13,9 @@ from torch import Tensor
 from foredraft.decode import accept, constraint, draft_choice, step_draws
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import ACCEPT, Noise
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.round_draft import AcceptResult, Siblings
 from foredraft.decode.sampling import PenaltyContext
 from foredraft.decode.sequence import Sequence
@@ -24,7 +24,7 @@ from tests.exactness import test_chi_square as chi
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_siblings as tests
 from tests.support.mutation import caught_by
-from tests.support.mutations import Function, argument, around, before, changed, holding, instead
+from tests.support.mutations import Function, argument, around, before, changed, during, holding, instead
 from tests.support.parts import StopUnsure
 
 greedy_siblings = checks.in_each_case(checks.greedy_tokens, ("draft-model", 5), ("aux-states", 5))
@@ -172,8 +172,8 @@ TABLE = {
     tests.test_the_lossy_rule_drafts_chains: [
         (
             "siblings under the lossy rule",
-            draft_choice._may_have_siblings,
-            lambda _: lambda sequence, drafter: isinstance(drafter, AutoregressiveDrafter),
+            draft_choice._candidates,
+            during(SamplingParams, "bound", property(lambda params: None)),
         )
     ],
     law_of_constrained_siblings: [
