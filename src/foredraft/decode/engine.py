@@ -177,8 +177,9 @@ class Engine:
         penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
         masks, siblings, dead_ends = inputs.masks(draft)
         keys = None if inputs.table.all_greedy else inputs.noise
+        judged = Draft(draft.tokens, draft.lengths, draft.q, siblings=siblings)
         verify_inputs = VerifyInputs(
-            forward.logits, replace(draft.proposal, siblings=siblings), inputs.table, masks, penalties, keys,
+            forward.logits, judged, inputs.table, masks, penalties, keys,
             inputs.rules, self.accept, self.noise,
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE

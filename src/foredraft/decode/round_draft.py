@@ -150,11 +150,6 @@ class Draft:
     host_tokens: list[list[int]] | None = None  # each row's tokens, unpadded, where the host knows them
     siblings: Siblings | None = None  # the leaves of the token trees; None where all drafts are chains
 
-    @property
-    def proposal(self) -> Draft:
-        """Return what the decision reads: tokens, lengths, q and siblings."""
-        return Draft(self.tokens, self.lengths, self.q, siblings=self.siblings)
-
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
         """Return one draft for a batch whose rows [B] were drafted by several drafters."""

@@ -56,11 +56,6 @@ class PenaltyContext:
         return cls(ids, counts, prompted, new)
 
     @classmethod
-    def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
-        """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
-        return replace(cls.after(prompt, [], ahead.device), drafted=ahead[None])
-
-    @classmethod
     def after(cls, prompt: list[int], output: list[int], device: torch.device) -> PenaltyContext:
         """Return the context of the token after one prompt and what is committed of its output."""
         token_counts = TokenCounts(prompt)
