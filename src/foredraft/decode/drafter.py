@@ -9,9 +9,8 @@ answer. A batch may mix drafters, row by row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -40,22 +39,12 @@ class DraftPass:
     # batch-invariant shapes. None: it does not resume.
     exit: int | None = None
 
-    def __call__(
-        self,
-        cache: CacheLayers,
-        tokens: Tensor,
-        starts: list[int],
-        *,
-        first_row: int = 0,
-        idle: Seq[bool] | None = None,
-        counts: Seq[int] | None = None,
-        at: Tensor | None = None,
-    ) -> Forward:
+    def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         """Run one draft step; arguments as `Runner.forward`."""
+        aux_layers, resumes = () if self.exit is None else (self.exit,), self.exit is not None
         return self.runner.forward(
-            cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
-            aux_layers=() if self.exit is None else (self.exit,), invariant=self.exit is not None,
-        )  # fmt: skip
+            cache, tokens, starts, plan=self.plan, aux_layers=aux_layers, invariant=resumes, **more
+        )
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
