@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode import accept, constraint, draft_choice, step_draws
+from foredraft.decode import accept, constraint, round_draft, step_draws
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine import Engine
@@ -172,7 +172,7 @@ TABLE = {
     tests.test_the_lossy_rule_drafts_chains: [
         (
             "siblings under the lossy rule",
-            draft_choice._candidates,
+            round_draft._candidates,
             during(SamplingParams, "bound", property(lambda params: None)),
         )
     ],

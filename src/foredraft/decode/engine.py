@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 
 from foredraft.decode.accept import ONCE, GraphCache, Rule, VerifyInputs, accept, decide
-from foredraft.decode.draft_choice import JUMP_FORWARD, JumpForward, choose_drafts
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine_target import (
@@ -33,7 +32,7 @@ from foredraft.decode.engine_target import (
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.decode.round_draft import Draft, RoundInputs
+from foredraft.decode.round_draft import JUMP_FORWARD, Draft, JumpForward, RoundInputs, choose_drafts
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.scheduler import Rows, Scheduler
