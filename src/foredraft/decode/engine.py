@@ -338,13 +338,10 @@ class Engine:
             try:
                 self._restore_prefix(sequence)
                 start = self.cache.lengths[sequence.row]
+                drafters = [self.drafters[name] for name in sequence.drafters]
+                reads = not self.policy_of(sequence).uses_costs
                 finite = start == len(sequence.prompt) - 1 or prefill_chunk(
-                    sequence,
-                    self.target,
-                    self.cache,
-                    [self.drafters[name] for name in sequence.drafters],
-                    drafters_read=not self.policy_of(sequence).uses_costs,
-                    vocab_ops=self.vocab_ops,
+                    sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
                 )
                 self._keep_prefix(sequence)
             except torch.OutOfMemoryError as error:
