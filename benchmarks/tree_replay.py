@@ -103,11 +103,11 @@ class Recorder:
             return logits
 
         def judged(
-            draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Any, coupled: Any, *more: Any
+            draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Any, rules: Any, *more: Any
         ) -> AcceptResult:
-            verdict: AcceptResult = accept(draft, p, keys, noise, coupled, *more)
+            verdict: AcceptResult = accept(draft, p, keys, noise, rules, *more)
             if int(draft.lengths[0]) == self.longest:
-                self._note(draft, p, keys, verdict, coupled[0])
+                self._note(draft, p, keys, verdict, rules[0] == "coupled")
             self._logits = []
             return verdict
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode import draft_choice, scheduler
+from foredraft.decode import round_draft, scheduler
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft_choice import choose_drafts
 from foredraft.decode.drafting import propose
 from foredraft.decode.engine import Engine
 from foredraft.decode.engine_target import reset_drafter
 from foredraft.decode.policy import Policy, target_confidence
-from foredraft.decode.round_draft import RoundInputs
+from foredraft.decode.round_draft import RoundInputs, choose_drafts
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.scheduler import Rows, Scheduler
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
@@ -101,7 +100,7 @@ APPENDED = {
     partial(identity.test_a_limit_at_every_place_of_a_run, 7): [
         (
             "the limit inside a run ignored",
-            (*goes_on_after(Finish.LENGTH), (draft_choice._candidates, holding(limit_unknown))),
+            (*goes_on_after(Finish.LENGTH), (round_draft._candidates, holding(limit_unknown))),
         )
     ],
     identity.test_cancelling_keeps_the_text_and_is_final: [
@@ -342,7 +341,7 @@ ROWS = {
         ),
         (
             "a row that its draft broke drafts again at once",
-            draft_choice._candidates,
+            round_draft._candidates,
             holding(lambda sequence, *rest: (sequence, "skip_draft", False)),
         ),
         ("a row that its draft broke fails", Engine._commit, argument(2, as_plain)),

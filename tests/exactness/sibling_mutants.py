@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.decode import accept, constraint, draft_choice, step_draws
-from foredraft.decode.accept import RecursiveRejection
+from foredraft.decode import accept, constraint, round_draft, step_draws
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.drafter import AutoregressiveDrafter
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import ACCEPT, Noise
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.round_draft import AcceptResult, Siblings
 from foredraft.decode.sampling import PenaltyContext
 from foredraft.decode.sequence import Sequence
@@ -25,7 +24,7 @@ from tests.exactness import test_chi_square as chi
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_siblings as tests
 from tests.support.mutation import caught_by
-from tests.support.mutations import Function, argument, around, before, changed, holding, instead
+from tests.support.mutations import Function, argument, around, before, changed, during, holding, instead
 from tests.support.parts import StopUnsure
 
 greedy_siblings = checks.in_each_case(checks.greedy_tokens, ("draft-model", 5), ("aux-states", 5))
@@ -88,16 +87,18 @@ sibling_not_counted = around(
     )
 )
 # a token is drawn from what was left before the siblings had their turns
-with_the_rejected_residual = around(lambda take, turns, p, *rest: (p, take(turns, p, *rest)[1]))
+with_the_rejected_residual = around(
+    lambda take, siblings, places, drawn, p, *rest: (p, take(siblings, places, drawn, p, *rest)[1])
+)
 
 
 @around
 def kept_at_its_turn(
-    take: Function, turns: RecursiveRejection, p: Distribution, *rest: Any
+    take: Function, siblings: Siblings, places: Tensor, drawn: Tensor, p: Distribution, *rest: Any
 ) -> tuple[Distribution, Tensor]:
     """A sibling is kept whatever the coin says, if the target may write it."""
-    left, kept = take(turns, p, *rest)
-    first = turns.siblings.at(turns.places, 0)
+    left, kept = take(siblings, places, drawn, p, *rest)
+    first = siblings.at(places, 0)
     may_be = (first >= 0) & (p.at(first.clamp_min(0)[:, None])[:, 0] > 0)
     return left, first.where(may_be, kept)
 
@@ -131,7 +132,7 @@ TABLE = {
         ("a sibling that is not written", Siblings.written, whatever_is_written),
         ("the token after a sibling from the chain's row", AcceptResult.last_column, row_of_the_chain),
         ("q as if nothing was drawn", Distribution.without, lambda _: lambda q, *_: q),
-        ("a sibling kept whatever the coin says", RecursiveRejection.take, kept_at_its_turn),
+        ("a sibling kept whatever the coin says", accept._take_turns, kept_at_its_turn),
     ],
     greedy_siblings: [
         ("a sibling of another row written", Siblings.written, changed(lambda written: written.roll(1))),
@@ -148,7 +149,7 @@ TABLE = {
         (
             "a coupled row that draws otherwise",
             accept._go_on,
-            argument(0, lambda inputs: replace(inputs, coupled=[False] * len(inputs.coupled))),
+            argument(0, lambda inputs: replace(inputs, rules=["speculative"] * len(inputs.rules))),
         ),
         ("noise of a sibling's own position", accept._go_on, argument(0, with_noise_of_the_sibling)),
     ],
@@ -160,10 +161,10 @@ TABLE = {
     ],
     sampled_siblings: [
         ("a residual that is no law", Distribution.normalised, lambda _: lambda p, _: p),
-        ("a sibling by the draft's coin", RecursiveRejection.take, argument(4, with_the_coin_of_the_draft)),
+        ("a sibling by the draft's coin", accept._take_turns, argument(6, with_the_coin_of_the_draft)),
     ],
     checks.law_of_siblings(3, "draft-model"): [
-        ("a rejected sibling's part drawn", RecursiveRejection.take, with_the_rejected_residual)
+        ("a rejected sibling's part drawn", accept._take_turns, with_the_rejected_residual)
     ],
     partial(tests.test_the_law_of_drafts_that_end_early, StopUnsure(3, least=0.98), 24): [
         ("siblings beyond a draft", Siblings.of, argument(2, lambda lengths: lengths + 1))
@@ -171,8 +172,8 @@ TABLE = {
     tests.test_the_lossy_rule_drafts_chains: [
         (
             "siblings under the lossy rule",
-            draft_choice._may_have_siblings,
-            lambda _: lambda sequence, drafter: isinstance(drafter, AutoregressiveDrafter),
+            round_draft._candidates,
+            during(SamplingParams, "bound", property(lambda params: None)),
         )
     ],
     law_of_constrained_siblings: [

@@ -82,7 +82,7 @@ def test_each_row_has_its_own_rule() -> None:
     draft, p, keys, noise = drawn((0.2, 0.5, 0.3), (0.5, 0.2, 0.3), 3, 60)
     rules = (speculative, coupled, block)
     of = [row % 3 for row in range(60)]
-    mixed = accept(draft, p, keys, noise, [n == 1 for n in of], None, [n == 2 for n in of])
+    mixed = accept(draft, p, keys, noise, [rules[n].__name__ for n in of])
     apart = [rule(draft, p, keys, noise) for rule in rules]
     for row, n in enumerate(of):
         assert mixed.accepted[row] == apart[n].accepted[row]

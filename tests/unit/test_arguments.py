@@ -35,14 +35,14 @@ def add(name, help, field):
 add(
     "foredraft.decode.params",
     ("        regex: A regular", "        wobble: How much the text wobbles. Default: not at all.\\n"),
-    ("    regex: str | None = _option(",
-     "    wobble: float = _option(0.0, Number('from 0 to 3', most=3.0), elsewhere='wibble')\\n"),
+    ("    regex: str | None = declare(",
+     "    wobble: float = declare(0.0, Number('from 0 to 3', most=3.0), elsewhere='wibble')\\n"),
 )
 add(
     "foredraft.kinds.load_options",
     ("        device: ", '        haste: `device` hurries with "slow" or "fast". Default: "slow".\\n'),
-    ("    device: str | None = field(", "    haste: str | None = field(\\n"
-     "        default=None, metadata=option(Choice(names=('slow', 'fast')), elsewhere='hurry')\\n    )\\n"),
+    ("    device: str | None = declare(",
+     "    haste: str | None = declare(None, Choice(names=('slow', 'fast')), elsewhere='hurry')\\n"),
 )
 import foredraft
 """

@@ -120,7 +120,7 @@ def test_greedy_rows_are_judged_by_another_distribution_than_they_are_drawn_from
 def test_greedy_rows_need_no_noise() -> None:
     p = Distribution(ids=torch.tensor([[1, 2, 0], [1, 2, 0], [1, 2, 0]]))
     made = draft([[1, 2], [1, 0], [0, 2]], [2, 2, 2])
-    for is_coupled in ([False] * 3, [True] * 3, [True, False, True]):
-        verdict = accept(made, p, keys(3, 3), None, is_coupled)  # type: ignore[arg-type]
+    for rules in (["speculative"] * 3, ["coupled"] * 3, ["coupled", "speculative", "block"]):
+        verdict = accept(made, p, keys(3, 3), None, rules)  # type: ignore[arg-type]
         assert verdict.accepted.tolist() == [2, 1, 0]
         assert verdict.next_token.tolist() == [0, 2, 1]

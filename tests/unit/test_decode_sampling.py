@@ -191,18 +191,6 @@ def test_distributions_are_those_of_transformers(params: dict[str, Any]) -> None
     torch.testing.assert_close(distribution_of(x, table(params))[0].dense(V)[0], want, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("penalty", [0.6, 1.4])
-def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
-    params: list[dict[str, Any]] = [{"repetition_penalty": penalty}] * 6
-    texts, _ = rolled(params)
-    past, x = past_of(texts).along(torch.zeros(6, 0).long()), logits(6, 1, V)
-    got = distribution_of(x, table(*params), penalty_context=past)[0].dense(V)
-    for row, text in enumerate(texts):
-        processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-        want = processor(torch.tensor([text.tokens]), x[row].clone())
-        torch.testing.assert_close(got[row], want.softmax(-1), atol=2e-6, rtol=0)
-
-
 def test_ties_at_a_cut_are_kept() -> None:
     x, likeliest = torch.tensor([[[1.0, 3.0, 2.0, 2.0, 0.0, 2.0, -1.0]]]), {2, 3, 5}
     for params, kept in (

@@ -215,8 +215,6 @@ def test_the_clock_moves_by_an_equal_part_of_what_those_that_wait_get() -> None:
     assert [shares.lead(client) for client in "abcde"] == [6, 0, -4, 5, 0]
     shares.advance(frozenset("abc"))
     assert [shares.lead(client) for client in "abcde"] == [6, 0, -4, 5, 0]
-    shares.restart()
-    assert [shares.lead(client) for client in "abc"] == [0, 0, 0]
 
 
 def test_a_parked_prompt_is_read_on_where_it_was() -> None:

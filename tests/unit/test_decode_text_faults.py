@@ -11,7 +11,6 @@ import pytest
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
-from foredraft.decode.constraint import fault_of
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.llm.requests import Submission
 from foredraft.llm.service import Service, StreamEvent
@@ -115,8 +114,6 @@ def test_a_text_that_fails_as_it_is_rewound_keeps_what_was_decoded() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), GeneratorExit(), BaseException("x")])
 def test_what_is_no_fault_passes_through(error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        fault_of("the tokenizer", error)
     with pytest.raises(type(error)):
         TextBuffer(lambda: Failing(0, error)).push(letters("a"))
 

@@ -11,7 +11,7 @@ from foredraft import ConfigError, RequestError
 from foredraft.drafters.asset import Missing
 from foredraft.kinds import compatibility
 from foredraft.kinds.compatibility import default_drafter, suits
-from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES
+from foredraft.kinds.tables import DRAFTERS, POLICIES
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,6 @@ def test_options_without_an_effect_are_known_for_every_drafter() -> None:
         unused = files - used.get(name, {"draft", "draft_sampling"})
         policy = {"policy", "policy_options", "max_draft"} if name == "none" else set()
         assert {*compatibility.unused_options(name)} == unused | policy, name
-
-
-def test_a_lossy_rule_needs_a_drafter() -> None:
-    fitting = {rule: [name for name in DRAFTERS if compatibility.rule_suits(rule, name)] for rule in RULES}
-    others = [name for name in DRAFTERS if name != "none"]
-    lossless = {rule: list(DRAFTERS) for rule in ("speculative", "block", "coupled")}
-    assert fitting == {**lossless, "bild": others}
 
 
 @pytest.mark.parametrize(

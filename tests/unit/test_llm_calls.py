@@ -345,16 +345,6 @@ def test_text_beyond_utf8_is_refused(llm: foredraft.LLM, text: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": HUGE}, {"acceptance": "bild", "rollback": HUGE}, {"top_p": HUGE}, {"top_k": HUGE},
-                {"logit_bias": {1: HUGE}}, {"seed": HUGE}], ids=lambda options: "-".join(options)
-)  # fmt: skip
-def test_numbers_that_no_float_holds_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**options)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"max_batch": HUGE}, {"max_length": HUGE}, {"max_draft": HUGE}, {"device": HUGE}, {"plan": HUGE}, {"plan": b"x"},

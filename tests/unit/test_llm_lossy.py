@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import foredraft
-from foredraft import ConfigError, RequestError, SamplingParams
+from foredraft import ConfigError, SamplingParams
 from tests.support import checkpoints
-from tests.support.loaded import engine_of
 
 STRICT = SamplingParams(temperature=0, max_new_tokens=24, logprobs=0)
 LOSSY = STRICT.replace(acceptance="bild", rollback=6.0)
@@ -69,7 +68,7 @@ def test_choices_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None:
 @pytest.mark.parametrize(
     ("policy", "drafter", "draft", "says"),
     [
-        *((policy, "lookup", None, "no") for policy in ("fallback", "confidence", "adaptive-exit")),
+        ("fallback", "lookup", None, "no"),
         # another loaded drafter with probabilities is not enough
         ("confidence", "lookup", "small", "drafter='lookup' has none"),
         ("confidence", "retokenize", "foreign", "drafter='retokenize' has none"),
@@ -82,39 +81,3 @@ def test_policies_that_stop_by_content_need_probabilities_of_the_default_drafter
     told = f"^policy is '{policy}', which needs draft probabilities, but {says}"
     with pytest.raises(ConfigError, match=told):
         load(folder, drafter=drafter, policy=policy, draft=draft and folder / draft, **more)
-
-
-def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: Path) -> None:
-    """A batch and a stream refuse it before anything runs."""
-    llm = load(folder, policy="confidence")
-    fitting, other = (STRICT.replace(drafter=name) for name in ("draft-model", "lookup"))
-    message = (
-        "^drafter is 'lookup', which has no draft probabilities, but policy='confidence' needs them;"
-        " give one of none, draft-model, or load with another policy$"
-    )
-    with pytest.raises(RequestError, match=message):
-        llm.generate([PROMPT, PROMPT], [fitting, other])
-    with pytest.raises(RequestError, match=message):
-        llm.stream(PROMPT, other)
-    assert engine_of(llm).scheduler.idle
-    assert llm.generate(PROMPT, fitting)[0].stats.drafted > 0
-    assert load(folder, policy="auto").generate(PROMPT, other)[0].error is None
-
-
-def test_drafter_auto_needs_a_policy_that_can_choose_and_a_threshold_may_be_set(folder: Path) -> None:
-    never, always = (load(folder, policy="fallback", policy_options={"threshold": x}) for x in (1.0, 0.0))
-    message = (
-        "drafter is 'auto', but policy='fallback' cannot choose among drafters; load with policy='auto',"
-        " or give one of none, draft-model$"
-    )
-    with pytest.raises(RequestError, match=message):
-        never.generate(PROMPT, STRICT.replace(drafter="auto"))
-    drafted = [each.generate(PROMPT, STRICT)[0].stats.drafted for each in (never, always)]
-    assert drafted[0] == 0 < drafted[1]
-
-
-def test_a_stop_string_ends_a_lossy_text(llm: foredraft.LLM) -> None:
-    [whole] = llm.generate(PROMPT, LOSSY)
-    stop = whole.text[len(whole.text) // 2 :][:3]
-    [cut] = llm.generate(PROMPT, LOSSY.replace(stop=[stop]))
-    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")

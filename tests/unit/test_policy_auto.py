@@ -17,7 +17,7 @@ from foredraft.decode.policy.auto import (
     LATE_CONTEXT,
     LONGEST_WAIT,
     Auto,
-    LossAccount,
+    RequestState,
 )
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.stats import Round
@@ -58,8 +58,8 @@ def test_a_decision_follows_from_the_equations() -> None:
     # and 0.5 % of 4 ms may be. Positions 1 to 3 were tried and the first two kept, and then position 1 was tried
     # in vain; the first round counts 0.98 in the pooled estimate and 0.9 in the request's.
     decision = play(policy, [row], 0)
-    assert (state.loss.spent, state.loss.lost) == pytest.approx((4.0, 0.0))
-    assert state.loss.left(1.0) == pytest.approx(2.0 + 0.005 * 4.0)
+    assert (state.spent, state.lost) == pytest.approx((4.0, 0.0))
+    assert state.left(1.0) == pytest.approx(2.0 + 0.005 * 4.0)
     alpha = (1.96 + 8 * 0.9) / (1.98 + 0.98 + 0.98 + 8)
     pooled = [(0.98 + 8 * alpha) / 9.98, (0.98 + 8 * alpha) / 8.98, 8 * alpha / 8.98, *[alpha] * 5]
     level = (1.8 + 8 * alpha) / (1.9 + 0.9 + 0.9 + 8) / alpha
@@ -77,7 +77,7 @@ def test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves() ->
     rows = [Candidates(sequence_of(policy), {"small": 3}), Candidates(sequence_of(policy), {})]
     assert play(policy, rows, 3, 0) == [Decision("small", 3), PLAIN]
     policy.decide(rows)
-    losses = [row.sequence.policy_state.loss.lost for row in rows]
+    losses = [row.sequence.policy_state.lost for row in rows]
     assert losses == pytest.approx([2.1 - 4 * 1.5, 2.1 - 1.5 - 3 * 0.5])
 
 
@@ -92,10 +92,10 @@ class Counting(Auto):
         super()._decide_anew(*given)
 
     def decide(self, rows: Any) -> list[Decision]:
-        before = [row.sequence.policy_state.loss.lost for row in rows]
+        before = [row.sequence.policy_state.lost for row in rows]
         decisions = super().decide(rows)
         for row, lost in zip(rows, before, strict=True):
-            loss: LossAccount = row.sequence.policy_state.loss
+            loss: RequestState = row.sequence.policy_state
             if loss.lost > lost + 1e-9:
                 over = -loss.left(self.table.plain(len(rows))) - (loss.lost - lost)
                 self.overdraft = max(self.overdraft, over)
@@ -160,7 +160,7 @@ def test_a_decision_does_not_stand_for_other_rows_or_beyond_their_cap(others: in
         name, budget, *_ = policy.decide([good, replace(late, limits={}, idle=True)])[0]
         policy.learn(good.sequence, Round(budget, budget, budget + 1, name), None)
         last = good.sequence.policy_state.last
-    late.sequence.policy_state.loss.lost = lost
+    late.sequence.policy_state.lost = lost
     joining = [Candidates(sequence_of(policy), {"small": LONGEST}) for _ in range(others)]
     policy.decide([good, late, *joining])
     assert not made[-1], "all rows are decided"

@@ -11,7 +11,7 @@ import pytest
 
 from foredraft.decode.policy import Candidates, cost_table
 from foredraft.decode.policy.auto import Auto
-from foredraft.decode.policy.cost_table import CorrectedTable, LatencyCorrection, TimedRound
+from foredraft.decode.policy.cost_table import CorrectedTable, TimedRound
 from foredraft.decode.stats import Round
 from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.simulation import Row, Simulated, Slowdown, flat, right_with, sequence_of, simulate
@@ -115,7 +115,7 @@ def test_what_was_found_heals() -> None:
 
 
 def test_what_is_confirmed_fades_ever_more_slowly() -> None:
-    correction, slow, plain = LatencyCorrection(), TimedRound(9.0, 0.5), TimedRound(1.0)
+    correction, slow, plain = CorrectedTable(flat()), TimedRound(9.0, 0.5), TimedRound(1.0)
     for sample, drafter in [(slow, "small")] * 2 + [(plain, None)] * 2:
         correction.learn(drafter, sample)
     assert correction.found("small") == (9.0, 0.5)
@@ -134,15 +134,15 @@ def test_what_is_confirmed_fades_ever_more_slowly() -> None:
 
 def test_what_a_round_takes_beyond_the_table_is_its_drafting() -> None:
     """A draft of 2 tokens costs 0.4, and its pass 1.04: of a round that takes 3.04, drafting takes 2."""
-    correction, base = LatencyCorrection(), flat(0.2)
-    costs, whole = CorrectedTable(base, correction), 0.4 + 1.04
+    base, whole = flat(0.2), 0.4 + 1.04
+    costs = CorrectedTable(base)
     for drafter, ratio in (("small", 3.04 / whole), ("small", 3.04 / whole), (None, 1.0), (None, 1.0)):
-        correction.learn(drafter, TimedRound(ratio, 0.4 / whole if drafter else 0.0))
+        costs.learn(drafter, TimedRound(ratio, 0.4 / whole if drafter else 0.0))
     assert [costs.draft("small", 1, tokens) for tokens in (2, 4)] == pytest.approx([2.0, 4.0])
     assert costs.read("small", 9) == pytest.approx(5 * base.read("small", 9))
     assert costs.draft("lookup", 1, 2) == 0.0 == costs.draft("small", 1, 0)
     for drafter, ratio in (("lookup", 1.5), ("lookup", 1.5), (None, 1.0), (None, 1.0)):
-        correction.learn(drafter, TimedRound(ratio))
+        costs.learn(drafter, TimedRound(ratio))
     assert costs.draft("lookup", 1, 2) == pytest.approx(0.5 * 1.04), "its rounds cost that much more"
 
 
@@ -150,7 +150,7 @@ def test_rounds_that_tell_nothing_of_one_drafter_are_not_counted() -> None:
     policy = Auto(LONGEST, flat(drafters=("small", "other")))
     rows = [Row({"small": right_with(1.0)}, 30), Row({"other": right_with(1.0)}, 30)]
     simulate(policy, policy.greedy, rows, slowdown=idle)
-    found = policy.table.correction.found
+    found = policy.table.found
     assert found("small") == found("other") == TimedRound(1.0)
 
 
@@ -165,17 +165,16 @@ def test_guesses_beside_a_draft_model_hide_nothing() -> None:
             policy.learn(row.sequence, outcome, None)
         predicted = cost_table.round_ms(policy.greedy, [(each.drafter, each.drafted, 0) for each in outcomes])
         policy.took(slower * predicted / 1e3)
-    correction = policy.table.correction
-    assert correction.found("small").ratio == pytest.approx(3.0)
-    assert correction.found("lookup") == TimedRound(1.0)
+    assert policy.table.found("small").ratio == pytest.approx(3.0)
+    assert policy.table.found("lookup") == TimedRound(1.0)
 
 
 def test_reading_a_text_tells_nothing_of_drafting() -> None:
-    base, correction = flat(0.2), LatencyCorrection()
-    costs = CorrectedTable(base, correction)
+    base = flat(0.2)
+    costs = CorrectedTable(base)
     for drafter, ratio in (("small", 0.2), ("small", 0.2), (None, 1.0), (None, 1.0)):
-        correction.learn(drafter, TimedRound(ratio, 0.9 if drafter else 0.0), reads=drafter is not None)
-    assert costs.draft("small", 1, 2) == base.draft("small", 1, 2) and correction.misses("small")
+        costs.learn(drafter, TimedRound(ratio, 0.9 if drafter else 0.0), reads=drafter is not None)
+    assert costs.draft("small", 1, 2) == base.draft("small", 1, 2) and costs.misses("small")
     assert costs.read("small", cost_table.TEXT) == pytest.approx(base.read("small", cost_table.TEXT) / 9)
     assert costs.read("small", cost_table.TEXT - 1) == base.read("small", cost_table.TEXT - 1)
 
@@ -195,7 +194,7 @@ def test_a_wrong_cost_of_reading_does_not_make_steps_cheap() -> None:
 def test_batches_have_corrections_of_their_own() -> None:
     policy = Auto(LONGEST, flat(0.2))
     simulate(policy, flat(0.2), [Row({"small": right_with(0.8)}, TOKENS)], flat(3.0), slowdown=idle)
-    ratios = [policy._costs(False, batch).correction.found("small").ratio for batch in (1, 8)]
+    ratios = [policy._costs(False, batch).found("small").ratio for batch in (1, 8)]
     assert ratios[0] > 2 and ratios[1] == 1.0
 
 
@@ -214,15 +213,15 @@ def highest(samples: Any) -> TimedRound | None:
 
 
 MUTANTS: list[Mutant] = [
-    defect("no correction", LatencyCorrection.learn, lambda learn: lambda *given: None, dear_drafts),
-    defect("ratios upside down", LatencyCorrection.learn, lambda learn: lambda own, drafter, sample, *reads: learn(own, drafter, sample._replace(ratio=1 / sample.ratio), *reads), dear_drafts),
-    defect("no checks", LatencyCorrection.wants_plain, lambda wants: lambda correction: False, dear_drafts),
+    defect("no correction", CorrectedTable.learn, lambda learn: lambda *given: None, dear_drafts),
+    defect("ratios upside down", CorrectedTable.learn, lambda learn: lambda own, drafter, sample, *reads: learn(own, drafter, sample._replace(ratio=1 / sample.ratio), *reads), dear_drafts),
+    defect("no checks", CorrectedTable.wants_plain, lambda wants: lambda correction: False, dear_drafts),
     defect("the slowest round", cost_table.median_of, lambda median_of: highest, with_load),
     defect("changes of load are not seen", cost_table.Window.add, lambda add: lambda own, sample: add(own, sample) and False, with_load),
     defect("nothing fades", cost_table.DrafterPace.faded, lambda faded: lambda pace, now: pace.found, test_what_was_found_heals),
     defect("a confirmed finding fades as fast", cost_table.DrafterPace.renew, lambda renew: lambda pace, now, plain, sample: renew(pace, now, plain, TimedRound(0.0)), test_what_is_confirmed_fades_ever_more_slowly),
-    defect("drafting in proportion to the round", CorrectedTable.draft, lambda _: lambda own, drafter, *given: own.base_table.draft(drafter, *given) * own.correction.found(drafter).ratio, test_what_a_round_takes_beyond_the_table_is_its_drafting),
-    defect("reading counts as drafting", LatencyCorrection.learn, lambda learn: lambda correction, drafter, sample, *reads: learn(correction, drafter, sample), test_a_wrong_cost_of_reading_does_not_make_steps_cheap),
+    defect("drafting in proportion to the round", CorrectedTable.draft, lambda _: lambda own, drafter, *given: own.base.draft(drafter, *given) * own.found(drafter).ratio, test_what_a_round_takes_beyond_the_table_is_its_drafting),
+    defect("reading counts as drafting", CorrectedTable.learn, lambda learn: lambda correction, drafter, sample, *reads: learn(correction, drafter, sample), test_a_wrong_cost_of_reading_does_not_make_steps_cheap),
     defect("one correction for all batches", Auto._costs, lambda costs: lambda policy, draws, batch: costs(policy, draws, 1), test_batches_have_corrections_of_their_own),
 ]  # fmt: skip
 

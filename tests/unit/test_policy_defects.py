@@ -14,7 +14,7 @@ import pytest
 from foredraft.decode.policy import PLAIN, Candidates
 from foredraft.decode.policy import auto as auto_module
 from foredraft.decode.policy import budgets as budgets_module
-from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Auto, Estimate, HeldDecision, LossAccount
+from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Auto, Estimate, HeldDecision, RequestState
 from foredraft.decode.policy.budgets import (
     AcceptanceEstimate,
     Candidate,
@@ -100,7 +100,7 @@ def with_own(name: str, value: Callable[[Any], Any]) -> Mutation:
 
 @around
 def the_last_round_is_not_charged(settle: Function, policy: Auto) -> None:
-    lost = [(state.loss, state.loss.lost) for state, _ in policy._round]
+    lost = [(state, state.lost) for state, _ in policy._round]
     settle(policy)
     for loss, before in lost:
         loss.lost = before
@@ -158,8 +158,8 @@ def an_unknown_drafter_reads_all(
 
 
 def bad_rows_pay_for_good_ones(policy: Auto, rows: Any) -> tuple[Any, ...]:
-    left, losses = LossAccount.left, [row.sequence.policy_state.loss for row in rows if not row.idle]
-    return LossAccount, "left", lambda own, plain: max(left(loss, plain) for loss in losses)
+    left, losses = RequestState.left, [row.sequence.policy_state for row in rows if not row.idle]
+    return RequestState, "left", lambda own, plain: max(left(loss, plain) for loss in losses)
 
 
 @around
@@ -185,8 +185,8 @@ DEFECTS: list[tuple[str, Any, Mutation, Callable[[], object]]] = [
     ("full depth only", best_budgets, during(budgets_module, "product", lambda *depths: product(*(each[-1:] for each in depths))), brute_force),
     ("one column too few", best_length, holding(one_column_too_few), brute_force),
     ("drafts that do not pay", best_budgets, holding(endless_plain_steps), costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
-    ("no loss account", LossAccount.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
-    ("no share of the time", LossAccount.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
+    ("no loss account", RequestState.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
+    ("no share of the time", RequestState.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
     ("no cap", Auto._paying, lambda paying: lambda policy, rows, standing, left, plain: paying(policy, rows, standing, inf, plain), auto.test_a_decision_follows_from_the_equations),
     ("a decision stands beyond the cap", auto_module._standing, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("five confidences")),
     ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, choices, left, plain: attempt(policy, rows, choices, inf, plain), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("a dear first step")),

@@ -244,7 +244,7 @@ def test_seeded_texts_have_seeds_of_their_own(noted: Noted) -> None:
     seeds: dict[int | None, set[tuple[tuple[int, ...], float]]] = {}
     for params, prompts, *_ in seeded:
         for own, prompt in zip(params, prompts, strict=True):
-            assert own.is_coupled and own.acceptance == "coupled"
+            assert own.rule == own.acceptance == "coupled"
             seeds.setdefault(own.seed, set()).add((tuple(prompt), own.temperature))
     assert len(seeds) == 2 * len(PROMPTS)
     assert all(len(uses) == 1 for uses in seeds.values())
@@ -559,7 +559,9 @@ def test_a_failed_sample_fails_its_test(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     def failing(self: LLM, prompts: Any, params: Any, *, n: int = 1, **more: Any) -> list[Output]:
         outputs = generate(self, prompts, params, n=n, **more)
-        return [replace(o, error="no room") for o in outputs] if n > 1 and params.is_coupled else outputs
+        return (
+            [replace(o, error="no room") for o in outputs] if n > 1 and params.rule == "coupled" else outputs
+        )
 
     monkeypatch.setattr(LLM, "generate", failing)
     report = verify(llm, PROMPTS, replace(QUICK, samples=64))

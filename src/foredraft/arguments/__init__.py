@@ -2,9 +2,9 @@
 
 Keyword forms, options of the command line, fields of requests to the server, hints for names of other
 programs and tables of the docs are made of these declarations. Nothing here imports PyTorch. An option is a
-field of a frozen dataclass and its line under "Args:", which is the help. The field has the type, the default
-and, as `metadata=option(...)`, the values that it takes and its names in other programs. An option whose
-default is None takes None.
+field of a frozen dataclass, made by `declare` or with `metadata=option(...)`, and its line under "Args:",
+which is the help. The field has the type, the default, the values that it takes and its names in other
+programs. An option whose default is None takes None.
 
     @dataclass(frozen=True)
     class Options:
@@ -14,7 +14,7 @@ default is None takes None.
             pace: Steps in a second.
         '''
 
-        pace: float = field(default=2.0, metadata=option(Number("0 or more"), elsewhere="speed"))
+        pace: float = declare(2.0, Number("0 or more"), elsewhere="speed")
 
         def __post_init__(self) -> None:
             check_fields(self, ConfigError)
@@ -28,7 +28,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from inspect import Parameter, getdoc, signature
 from types import MappingProxyType
@@ -76,6 +76,11 @@ class Declared:
 def option(value: Value, *, elsewhere: str = "") -> Mapping[str, Any]:
     """Return the metadata of a field that declares an option; spaces part the names in `elsewhere`."""
     return {KEY: (value, tuple(elsewhere.split()))}
+
+
+def declare(default: Any, value: Value, *, elsewhere: str = "", hash: bool | None = None) -> Any:
+    """Return the field of an option; arguments as `option`."""
+    return field(default=default, hash=hash, metadata=option(value, elsewhere=elsewhere))
 
 
 @cache

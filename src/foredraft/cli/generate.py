@@ -271,7 +271,7 @@ def compare(
         comparison = alternate(
             partial(decode, replace(params, drafter="none")),
             partial(decode, params),
-            comparable=params.greedy or (params.seed is not None and params.is_coupled),
+            comparable=params.greedy or (params.seed is not None and params.rule == "coupled"),
             earlier=shown.tokens,
             progress=partial(bars.show, "compare"),
         )

@@ -134,7 +134,7 @@ class SurpriseLimit:
 
 
 Rule: TypeAlias = Callable[
-    [Draft, Distribution, DrawKeys | None, Noise, list[bool], SurpriseLimit | None, list[bool]], AcceptResult
+    [Draft, Distribution, DrawKeys | None, Noise, list[str], SurpriseLimit | None], AcceptResult
 ]
 
 
@@ -156,41 +156,38 @@ def speculative(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noi
         if draft.siblings is not None:
             assert keys is not None
             token = x.gather(1, accepted.clamp_max(k - 1)[:, None])[:, 0]
-            turns = RecursiveRejection(draft.siblings, accepted, token)
-            correction, sibling = turns.take(correction, q, keys.columns(accepted), noise)
+            own = keys.columns(accepted)
+            correction, sibling = _take_turns(draft.siblings, accepted, token, correction, q, own, noise)
     next_token = draw_from(correction, keys and keys.columns(accepted), noise, RESIDUAL)[:, 0]
     return AcceptResult(accepted, next_token if sibling is None else sibling.where(sibling >= 0, next_token))
 
 
-@dataclass(frozen=True, slots=True)
-class RecursiveRejection:
-    """The turns of the siblings of rejected tokens in token trees; all [B].
+def _take_turns(
+    siblings: Siblings,  # of the draft. None lies at the place after its last token
+    places: Tensor,  # [B] drafted tokens that were accepted
+    drawn: Tensor,  # [B] the token that was drafted next, and rejected; any token where all were accepted
+    p: Distribution,  # the residual after it, with T = 1
+    q: Distribution,  # that it was drawn from
+    keys: DrawKeys,
+    noise: Noise,
+) -> tuple[Distribution, Tensor]:
+    """Return the residual left to draw from, and the sibling that is kept [B], -1 for none.
 
     Sibling x_j was drawn from q_j: q without the tokens drawn before it. It is kept if u q_j(x_j) < p_j(x_j),
-    where p_1 is the residual after the rejected token. Else p_{j+1} = norm(max(p_j - q_j, 0)), and the next
-    sibling has its turn.
+    where p_1 is p. Else p_{j+1} = norm(max(p_j - q_j, 0)), and the next sibling has its turn.
     """
-
-    siblings: Siblings  # of the draft. None lies at the place after its last token
-    places: Tensor  # drafted tokens that were accepted
-    token: Tensor  # the token that was drafted next, and rejected; any token where all were accepted
-
-    def take(
-        self, p: Distribution, q: Distribution, keys: DrawKeys, noise: Noise
-    ) -> tuple[Distribution, Tensor]:
-        """Return the residual p left to draw from, and the sibling that is kept [B], -1 for none; T = 1."""
-        drawn, kept = self.token, torch.full_like(self.token, -1)
-        for choice in range(self.siblings.most):
-            x = self.siblings.at(self.places, choice)
-            has_turn = (x >= 0) & (kept < 0)
-            x = x.clamp_min(0)
-            p, q = p.normalised(has_turn), q.without(drawn, x, has_turn)
-            chance, own = (each.at(x[:, None]).where(has_turn[:, None], 0.0) for each in (q, p))
-            keeps = _keeps(noise.coin(keys, SIBLING_COIN + choice), chance, own)[:, 0]
-            kept = x.where(keeps & has_turn, kept)
-            p = p.minus(q, has_turn & ~keeps)
-            drawn = x
-        return p, kept
+    kept = torch.full_like(drawn, -1)
+    for choice in range(siblings.most):
+        x = siblings.at(places, choice)
+        has_turn = (x >= 0) & (kept < 0)
+        x = x.clamp_min(0)
+        p, q = p.normalised(has_turn), q.without(drawn, x, has_turn)
+        chance, own = (each.at(x[:, None]).where(has_turn[:, None], 0.0) for each in (q, p))
+        keeps = _keeps(noise.coin(keys, SIBLING_COIN + choice), chance, own)[:, 0]
+        kept = x.where(keeps & has_turn, kept)
+        p = p.minus(q, has_turn & ~keeps)
+        drawn = x
+    return p, kept
 
 
 def _keeps(u: Tensor, q: Tensor, p: Tensor) -> Tensor:
@@ -224,25 +221,23 @@ def accept(
     p: Distribution,
     keys: DrawKeys | None,
     noise: Noise,
-    is_coupled: list[bool],
+    rules: list[str],  # [B], the lossless rule of each row
     limit: SurpriseLimit | None = None,
-    is_block: list[bool] | None = None,
 ) -> AcceptResult:
     """Apply each row's own rule. At temperature 0 the lossless rules agree, and no rule reads the noise."""
     if limit is not None:
         lossy = bild(draft, p, keys, noise, limit)
         if limit.everywhere:
             return lossy
-        return _either(limit.rows, lossy, accept(draft, p, keys, noise, is_coupled, None, is_block))
-    is_block = is_block or [False] * len(is_coupled)
-    if p.all_one_hot or not (any(is_coupled) or any(is_block)):
+        return _either(limit.rows, lossy, accept(draft, p, keys, noise, rules))
+    if p.all_one_hot:
         return speculative(draft, p, keys, noise)
-    others = [not (one or other) for one, other in zip(is_coupled, is_block, strict=True)]
-    rules = ((others, speculative), (is_coupled, coupled), (is_block, block))
-    (_, rule), *more = [(rows, rule) for rows, rule in rules if any(rows)]
-    verdict = rule(draft, p, keys, noise)
-    for rows, rule in more:
-        verdict = _either(upload(rows, draft.tokens.device), rule(draft, p, keys, noise), verdict)
+    known = {"speculative": speculative, "coupled": coupled, "block": block}
+    first, *others = [name for name in known if name in rules]
+    verdict = known[first](draft, p, keys, noise)
+    for name in others:
+        rows = upload([rule == name for rule in rules], draft.tokens.device)
+        verdict = _either(rows, known[name](draft, p, keys, noise), verdict)
     return verdict
 
 
@@ -290,8 +285,7 @@ class VerifyInputs:
     masks: Tensor | None  # of the constraints, [B, K + 1, V] bool
     penalties: PenaltyContext | None  # what the rows said, along the draft
     keys: DrawKeys | None  # noise keys of K + 1 positions or more; None where every row is greedy
-    coupled: list[bool]  # [B], rows under the coupled acceptance rule
-    block: list[bool]  # [B], rows whose drafts are judged as a whole
+    rules: list[str]  # [B], the lossless rule of each row
     accept: Rule  # the acceptance rules
     noise: Noise  # draws by the keys
 
@@ -320,7 +314,7 @@ def decide(inputs: VerifyInputs) -> VerifyResult:
     p, finite = distribution_of(logits, table, masks, penalties)
     limit = SurpriseLimit.of(table, p, logits, masks, penalties)
     keys = inputs.keys and inputs.keys.first(logits.shape[1])
-    verdict = inputs.accept(draft, p, keys, inputs.noise, inputs.coupled, limit, inputs.block)
+    verdict = inputs.accept(draft, p, keys, inputs.noise, inputs.rules, limit)
     result = VerifyResult(p, finite, limit, verdict)
     return result if draft.siblings is None else _go_on(inputs, draft.siblings, result)
 
@@ -341,9 +335,9 @@ def _go_on(inputs: VerifyInputs, siblings: Siblings, result: VerifyResult) -> Ve
     p, _ = distribution_of(own, table, masks, penalties)
     keys = inputs.keys and inputs.keys.columns((verdict.accepted + 1).clamp_max(k))
     drawn = draw_from(p, keys, inputs.noise, SIBLING)
-    if any(inputs.coupled) and not p.all_one_hot:
-        coupled = upload(inputs.coupled, drawn.device)[:, None]
-        drawn = draw_from(p, keys, inputs.noise, COUPLED).where(coupled, drawn)
+    if "coupled" in inputs.rules and not p.all_one_hot:
+        own = upload([rule == "coupled" for rule in inputs.rules], drawn.device)[:, None]
+        drawn = draw_from(p, keys, inputs.noise, COUPLED).where(own, drawn)
     verdict = replace(verdict, after_sibling=drawn[:, 0])
     finite = torch.cat([result.finite, table.vocab_ops.argmax(inputs.logits[:, k + 1 :])[1]], 1)
     return replace(result, finite=finite, verdict=verdict, p_after=p)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -242,33 +242,17 @@ class Guarded(Constraint):
         return answer
 
 
-class Failing(Protocol):
-    """What can fail."""
-
-    failed: str | None  # its error, for people; None while it works
-
-
-def answer_of(part: Failing, name: str, ask: Callable[[], T], otherwise: T) -> T:
-    """Return the answer of a sequence's part; after an error, which it keeps, `otherwise` without asking."""
+def answer_of(part: Any, name: str, ask: Callable[[], T], otherwise: T) -> T:
+    """Return the answer of a sequence's part; after an error, which it keeps as `failed`, `otherwise`."""
     if part.failed is not None:
         return otherwise
     try:
         return ask()
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        part.failed = fault_of(name, error)
+        if not is_fault(error):
+            raise
+        part.failed = str(error)
+        if not isinstance(error, ConstraintError | ForedraftError):
+            logger.error("%s failed; its request ends with an error", name, exc_info=error)
+            part.failed = f"{name} failed: {type(error).__name__}: {error}"
         return otherwise
-
-
-def fault_of(part: str, error: BaseException) -> str:
-    """Return the message of a fault of a sequence's part; an error that is no fault is raised again."""
-    if not is_fault(error):
-        raise error
-    if isinstance(error, ConstraintError | ForedraftError):
-        return str(error)
-    logger.error("%s failed; its request ends with an error", part, exc_info=error)
-    return f"{part} failed: {type(error).__name__}: {error}"
-
-
-def guarded(constraint: Constraint | None) -> Constraint | None:
-    """Return a constraint with its errors caught; None without a constraint."""
-    return constraint if constraint is None or isinstance(constraint, Guarded) else Guarded(constraint)

@@ -42,20 +42,15 @@ class Distribution:
         cls, parts: Sequence[tuple[Tensor, Distribution]], tokens: Tensor, vocabulary: int
     ) -> Distribution:
         """Return one distribution of rows [B] bool of several, padded to the shape of tokens [B, K]."""
-        ids = torch.zeros_like(tokens)
+        ids = placed([(own, q.ids) for own, q in parts if q.ids is not None], torch.zeros_like(tokens))
+        dense = [(own, q.probs) for own, q in parts if q.probs is not None]
+        if not dense:
+            return cls(ids=ids)
         one_hot = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-        any_dense = any(q.probs is not None for _, q in parts)
-        probs = torch.zeros(*tokens.shape, vocabulary, device=tokens.device) if any_dense else None
         for own, q in parts:
-            k = q.columns
-            if q.ids is not None:
-                ids[:, :k] = q.ids.where(own[:, None], ids[:, :k])
             if q.probs is not None:
-                assert probs is not None
-                probs[:, :k] = q.probs.where(own[:, None, None], probs[:, :k])
-                mixed = torch.zeros_like(one_hot) if q.one_hot is None else q.one_hot
-                one_hot = mixed.where(own, one_hot)
-        return cls(ids=ids) if probs is None else cls(probs, ids, one_hot)
+                one_hot = (torch.zeros_like(one_hot) if q.one_hot is None else q.one_hot).where(own, one_hot)
+        return cls(placed(dense, torch.zeros(*tokens.shape, vocabulary, device=tokens.device)), ids, one_hot)
 
     @property
     def columns(self) -> int:
@@ -144,3 +139,11 @@ class Distribution:
     def _one_hot_rows(self) -> Tensor:
         assert self.one_hot is not None
         return self.one_hot
+
+
+def placed(parts: Sequence[tuple[Tensor, Tensor]], whole: Tensor) -> Tensor:
+    """Return `whole` [B, K, ...] with each part in its rows [B] bool; a part may have fewer columns."""
+    for own, part in parts:
+        into = whole[:, : part.shape[1]]
+        into.copy_(part.where(own.view(-1, *(1,) * (part.dim() - 1)), into))
+    return whole

@@ -9,9 +9,8 @@ answer. A batch may mix drafters, row by row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -22,54 +21,30 @@ from foredraft.model.spec import Plan
 
 
 class Peek(NamedTuple):
-    """A drafter's proposal in outline, before it drafts (`Drafter.peek`).
+    """A drafter's proposal in outline, before it drafts (`Drafter.peek`)."""
 
-    Attributes:
-        length: Tokens that it would propose at most.
-        confidence: Rough probability that each is accepted, one of a few values; None where the drafter
-            cannot tell. Acceptance is estimated separately for each value.
-    """
-
-    length: int
+    length: int  # tokens that it would propose at most
+    # Rough probability that each is accepted, one of a few values, for each of which acceptance is estimated
+    # separately; None where the drafter cannot tell
     confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """The forward of a draft step: always the same sub-layers of the same runner.
-
-    Attributes:
-        runner: Runs the passes.
-        plan: Sub-layers to run; None runs all of them.
-        exit: The exit layer, at which the verifying pass resumes. The passes return the states that enter it,
-            and keep to batch-invariant shapes. None: it does not resume.
-    """
+    """The forward of a draft step: always the same sub-layers of the same runner."""
 
     runner: Runner
-    plan: Plan | None = None
+    plan: Plan | None = None  # sub-layers to run; None runs all of them
+    # The layer at which the verifying pass resumes: the passes return the states that enter it, and keep to
+    # batch-invariant shapes. None: it does not resume.
     exit: int | None = None
 
-    @property
-    def described(self) -> str:
-        """What tells its forwards from others of the same runner, as a key of kept costs."""
-        return repr(self.plan)
-
-    def __call__(
-        self,
-        cache: CacheLayers,
-        tokens: Tensor,
-        starts: list[int],
-        *,
-        first_row: int = 0,
-        idle: Seq[bool] | None = None,
-        counts: Seq[int] | None = None,
-        at: Tensor | None = None,
-    ) -> Forward:
+    def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         """Run one draft step; arguments as `Runner.forward`."""
+        aux_layers, resumes = () if self.exit is None else (self.exit,), self.exit is not None
         return self.runner.forward(
-            cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
-            aux_layers=() if self.exit is None else (self.exit,), invariant=self.exit is not None,
-        )  # fmt: skip
+            cache, tokens, starts, plan=self.plan, aux_layers=aux_layers, invariant=resumes, **more
+        )
 
     def fused(self, cache: CacheLayers, inputs: DraftInputs) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
@@ -77,32 +52,19 @@ class DraftPass:
 
 
 class Drafter:
-    """Base class of all drafters. State of a sequence lives in tables or cache rows of the drafter.
+    """Base class of all drafters. State of a sequence lives in tables or cache rows of the drafter."""
 
-    Attributes:
-        name: As requests name it.
-        aux_layers: Layers whose entering states, of committed positions, the drafter reads.
-        max_length: Positions that it can read; drafts end there. None is no limit.
-        max_draft: Tokens of a draft at most; None is no limit.
-        planned: Draft length that it was made for, in tokens; None where it was made for none.
-        longest_draft: Draft length that may pay, in tokens, where that is longer than the drafts of a policy
-            that compares costs; 0 elsewhere.
-        caches: Caches whose rows follow the rows of the batch.
-        draft_pass: The forward of one drafted token; None where drafts cost no forward.
-        whole_model: Its draft pass runs a whole model of its own.
-        starts_late: A text may begin late for this drafter (`start_context`).
-    """
-
-    name: str
-    aux_layers: tuple[int, ...] = ()
-    max_length: int | None = None
-    max_draft: int | None = None
-    planned: int | None = None
+    name: str  # as requests name it
+    aux_layers: tuple[int, ...] = ()  # whose entering states, of committed positions, the drafter reads
+    max_length: int | None = None  # positions that it can read; drafts end there. None is no limit
+    max_draft: int | None = None  # tokens of a draft at most; None is no limit
+    planned: int | None = None  # draft length that it was made for, in tokens; None: it was made for none
+    # tokens of a draft that may pay, where that is longer than the drafts of a policy that compares costs
     longest_draft: int = 0
-    caches: tuple[KVCache, ...] = ()
-    draft_pass: DraftPass | None = None
-    whole_model: ClassVar[bool] = False
-    starts_late: ClassVar[bool] = False
+    caches: tuple[KVCache, ...] = ()  # whose rows follow the rows of the batch
+    draft_pass: DraftPass | None = None  # the forward of one drafted token; None where drafts cost no forward
+    whole_model: ClassVar[bool] = False  # its draft pass runs a whole model of its own
+    starts_late: ClassVar[bool] = False  # a text may begin late for this drafter (`start_context`)
 
     def join(self, sequence: Sequence) -> None:
         """Take up a sequence that has a row; the target's cache holds its prompt but for the last token."""
@@ -157,27 +119,20 @@ class AutoregressiveDrafter(Drafter):
         """Read tokens [start, stop) of the sequence ahead of the draft steps."""
 
     def step(
-        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
+        self,
+        tokens: Tensor,  # [B, T] int64, padded on the right
+        starts: list[int],  # position of each row's first token
+        counts: list[int],  # real tokens of each row
+        idle: list[bool],  # rows that do not draft; their logits mean nothing
+        at: Tensor | None,  # [B] column after which the logits are wanted; None where T is 1
     ) -> Tensor:
-        """Read tokens and return the logits of the next one.
-
-        Args:
-            tokens: [B, T] int64, padded on the right.
-            starts: Position of each row's first token.
-            counts: Real tokens of each row.
-            idle: Rows that do not draft; their logits mean nothing.
-            at: [B] column after which the logits are wanted; None where T is 1.
-
-        Returns:
-            [B, V] float32.
-        """
+        """Read tokens and return the logits of the next one, [B, V] float32."""
         raise NotImplementedError
 
     def fused_draft(self, inputs: DraftInputs) -> FusedDraft | None:
         """Take all steps of a round in one call: the same draws as the draft loop, by the same noise.
 
-        Returns:
-            The draft, or None where this drafter has to take single steps.
+        None where this drafter has to take single steps.
         """
         return None
 

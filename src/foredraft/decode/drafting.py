@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,18 @@ from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
 from foredraft.decode.engine_target import SILENT, Observer
-from foredraft.decode.noise import DRAFT, HashedKeys, Noise
+from foredraft.decode.noise import DRAFT, DrawKeys, Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.round_draft import (
     Draft,
     RoundInputs,
+    Siblings,
     choices_of,
     lengths_tensor,
     no_draft,
     pad_rows,
-    with_siblings,
 )
-from foredraft.decode.step_draws import StepDraws, StepLogits, draw, hashed, next_in_draw
+from foredraft.decode.step_draws import Drawn, StepDraws, draw, hashed, next_in_draw
 from foredraft.model.memory import HOST, upload
 from foredraft.model.runner import DraftInputs, Resume
 
@@ -49,9 +49,15 @@ class DraftTools:
     observer: Observer = SILENT  # told when a drafter reads tokens that it missed
     replays: GraphCache = ONCE  # run what a step makes of logits, on a GPU as graphs
 
-    def hashed_keys(self, inputs: RoundInputs) -> HashedKeys:
-        replays = self.replays if inputs.one_rule else ONCE
-        return replays.run(hashed, inputs.noise, inputs.noise.position, self.noise)
+    def draws(self, inputs: RoundInputs) -> StepDraws:
+        """Return what draws the tokens of a draft from a drafter's logits."""
+        keys: DrawKeys | None = None
+        if not (self.greedy or inputs.table.all_greedy):
+            keys, replays = inputs.noise, self.replays if inputs.one_rule else ONCE
+            if self.noise.uses_gumbel_argmax:
+                keys = replays.run(hashed, inputs.noise, inputs.noise.position, self.noise)
+        context = inputs.penalty_context
+        return StepDraws(self.temperature, inputs.table, context, keys, self.noise, self.greedy)
 
 
 def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, tools: DraftTools) -> Draft:
@@ -100,57 +106,40 @@ def _step_draft(
     return draft
 
 
-class _Step(NamedTuple):
-    """What a draft step gave in all rows."""
-
-    token: Tensor  # [B, 1] int64
-    q: Distribution  # at one position
-    drawable: Tensor  # [B, 1] bool, the row's token counts
-    finite: Tensor  # [B, 1] bool, the row's logits are finite
-    further: Tensor | None  # [B, 1, M] next in the draw, for siblings
-    logits: Tensor | None = None  # [B, 1, V] for the policy, where it may end a draft by them
-
-
-# Takes step j after a token of each row [B, 1], or None before the first; with positions, and the steps
-# and constraints so far. None: single calls of the drafter cannot give it.
-_Take: TypeAlias = Callable[[int, Tensor | None, list[int], "_Steps", Walks | None], _Step | None]
+# Takes the next step of a draft; None: single calls of the drafter cannot give it.
+_Take: TypeAlias = Callable[["_Steps"], Drawn | None]
 
 
 def _draft_loop(
     drafter: AutoregressiveDrafter, first: DraftInputs, inputs: RoundInputs, tools: DraftTools, take: _Take
 ) -> Draft | None:
     """The one draft loop: take a step, ask the policy; None where the steps cannot be taken so."""
-    sequences, policy, token = inputs.sequences, tools.policy, None
-    starts, budgets = list(first.starts), list(first.lengths)
-    steps, choices = _Steps(budgets, inputs.device), choices_of(budgets, inputs.siblings)
-    walks = _walks(budgets, inputs)
+    sequences, policy, budgets = inputs.sequences, tools.policy, first.lengths
+    steps = _Steps(first, _walks(budgets, inputs), inputs.device)
+    choices = choices_of(budgets, inputs.siblings)
     for j in range(max(budgets)):
-        found = take(j, token, starts, steps, walks)
+        found = take(steps)
         if found is None:
             break
-        token, q, drawable, logits = found.token, found.q, found.drawable, found.logits
-        may_draw = None if logits is None else policy.may_draw(sequences, j, q, logits)
+        drawable, logits = found.drawable, found.logits
+        may_draw = None if logits is None else policy.may_draw(sequences, j, found.q, logits)
         if may_draw is not None:
             drawable = drawable & may_draw[:, None]
-        steps.add(token, q, drawable, found.finite)
+        steps.add(found.token, found.q, drawable, found.sound)
         if found.further is not None:
             steps.further.append(F.pad(found.further, (0, choices[0] - choices[j]), value=-1))
         if j + 1 == max(budgets):
             break
-        go_on = None if logits is None else policy.go_on(sequences, j, q, logits)
-        steps.advance(go_on, walks, vetoed=may_draw is not None)
+        go_on = None if logits is None else policy.go_on(sequences, j, found.q, logits)
+        steps.advance(go_on, vetoed=may_draw is not None)
         if all(steps.stopped):
             break
-        read = [1] * len(starts) if j else map(len, first.tokens)
-        starts = [start + count for start, count in zip(starts, read, strict=True)]
-    if walks is not None:
-        walks.undo()
+    if steps.walks is not None:
+        steps.walks.undo()
     if found is None:
         return None
     draft = steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
-    if choices:
-        draft = with_siblings(draft, torch.cat(steps.further, 1), budgets, inputs.siblings)
-    return draft
+    return _with_siblings(draft, torch.cat(steps.further, 1) if choices else None, budgets, inputs.siblings)
 
 
 def _by_logits(
@@ -158,27 +147,18 @@ def _by_logits(
 ) -> _Take:
     """Return steps that transform the drafter's logits and draw."""
     device, choices = inputs.device, choices_of(first.lengths, inputs.siblings)
-    samples, keys = not (tools.greedy or inputs.table.all_greedy), None
-    if samples:
-        keys = tools.hashed_keys(inputs) if tools.noise.uses_gumbel_argmax else inputs.noise
+    draws = tools.draws(inputs)
+    replays = tools.replays if draws.dense else ONCE
     drafter.expect(list(first.lengths))
 
-    def take(j: int, token: Tensor | None, starts: list[int], steps: _Steps, walks: Walks | None) -> _Step:
-        counts = [1] * len(starts) if j else [len(own) for own in first.tokens]
-        tokens = upload(pad_rows(first.tokens), device, torch.int64) if token is None else token
-        at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
-        logits = drafter.step(tokens, starts, counts, steps.stopped, at)[:, None]  # [B, 1, V]
-        if tools.temperature != 1:
-            logits = logits / tools.temperature
-        masks = None if walks is None else walks.masks()
-        penalties = inputs.penalty_context and inputs.penalty_context.along(steps.drawn, ahead=j)
-        step = StepLogits(
-            logits, inputs.table, masks, penalties, keys and keys.column(j), tools.noise, tools.greedy
-        )
-        found = (tools.replays if samples else ONCE).run(draw, step, logits, tools.noise)
+    def take(steps: _Steps) -> Drawn:
+        tokens = upload(pad_rows(first.tokens), device, torch.int64) if steps.last is None else steps.last
+        at = None if tokens.shape[1] == 1 else upload([count - 1 for count in steps.counts], device)
+        logits = drafter.step(tokens, steps.starts, steps.counts, steps.stopped, at)[:, None]  # [B, 1, V]
+        step = draws.step(logits, steps.drawn, None if steps.walks is None else steps.walks.masks())
+        found, j = replays.run(draw, step, step.logits, tools.noise), steps.count
         further = next_in_draw(step, found, choices[j]) if j < len(choices) else None
-        seen = logits if tools.policy.stops_by_content else None
-        return _Step(found.token, found.q, found.drawable, found.sound, further, seen)
+        return replace(found, further=further, logits=step.logits if tools.policy.stops_by_content else None)
 
     return take
 
@@ -186,22 +166,19 @@ def _by_logits(
 def _fused_steps(drafter: AutoregressiveDrafter, first: DraftInputs) -> _Take:
     """Return steps that are calls of the drafter, for drafts whose every step is masked."""
 
-    def take(
-        j: int, token: Tensor | None, starts: list[int], steps: _Steps, walks: Walks | None
-    ) -> _Step | None:
+    def take(steps: _Steps) -> Drawn | None:
+        j, lengths = steps.count, [int(not stopped) for stopped in steps.stopped]
+        tokens = first.tokens if steps.last is None else steps.last.tolist()
+        sampling = None if first.sampling is None else first.sampling.step(j)
+        allowed, choices = None if steps.walks is None else steps.walks.allowed(), first.choices[j : j + 1]
         fused = drafter.fused_draft(
-            DraftInputs(
-                first.tokens if token is None else token.tolist(), starts,
-                [int(not stopped) for stopped in steps.stopped],
-                None if first.sampling is None else first.sampling.step(j),
-                None if walks is None else walks.allowed(), choices=first.choices[j : j + 1],
-            )
-        )  # fmt: skip
+            DraftInputs(tokens, steps.starts, lengths, sampling, allowed, choices=choices)
+        )
         if fused is None:
             return None
         drawable, ids = fused.finite & (fused.tokens >= 0), fused.tokens.clamp_min(0)
         q = Distribution(ids=ids) if fused.probs is None else Distribution(fused.probs)
-        return _Step(ids, q, drawable, fused.finite, fused.further)
+        return Drawn(q, ids, drawable, fused.finite, fused.further)
 
     return take
 
@@ -267,7 +244,14 @@ def _in_one_call(
     faults = torch.tensor(nonfinite) if any(nonfinite) else None
     on_device, resume = lengths_tensor(tuple(lengths), tokens.device), drafter.resume()
     draft = Draft(tokens, on_device, q, resume and resume.fit(tokens.shape[1] + 1), faults, lengths)
-    return draft if fused.further is None else with_siblings(draft, fused.further, budgets, siblings)
+    return _with_siblings(draft, fused.further, budgets, siblings)
+
+
+def _with_siblings(draft: Draft, further: Tensor | None, budgets: Seq[int], siblings: Seq[int]) -> Draft:
+    """Return the draft with siblings out of its further choices; arguments as `Siblings.of`."""
+    if further is None:
+        return draft
+    return replace(draft, siblings=Siblings.of(further, draft.lengths, budgets, siblings))
 
 
 def _captured_draft(
@@ -277,11 +261,7 @@ def _captured_draft(
     constrained = _walks(first.lengths, inputs) is not None
     if tools.policy.stops_by_content or not tools.noise.uses_gumbel_argmax or constrained:
         return None
-    keys = None if tools.greedy or inputs.table.all_greedy else tools.hashed_keys(inputs)
-    draws = StepDraws(
-        tools.temperature, inputs.table, inputs.penalty_context, keys, tools.noise, tools.greedy
-    )
-    fused = drafter.fused_draft(replace(first, draws=draws))
+    fused = drafter.fused_draft(replace(first, draws=tools.draws(inputs)))
     if fused is None:
         return None
     assert fused.drawn is not None
@@ -325,27 +305,33 @@ def _walks(budgets: Seq[int], inputs: RoundInputs) -> Walks | None:
     return Walks(constraints, inputs.vocabulary, inputs.device)
 
 
-@dataclass
 class _Steps:
     """The steps of one draft so far: tensors [B, 1] of each step, and the rows that take the next one."""
 
-    budgets: list[int]  # [B]
-    device: torch.device  # of the tensors
-    stopped: list[bool] = field(init=False)  # [B] rows that take no further step, as far as the host knows
-    host_lengths: list[int] = field(init=False)  # [B] upper bounds of the drafts' lengths
-    further: list[Tensor] = field(default_factory=list)  # next in the draw, for siblings, [B, 1, M] each
-    _tokens: list[Tensor] = field(default_factory=list)
-    _q: list[Distribution] = field(default_factory=list)
-    _drawable: list[Tensor] = field(default_factory=list)  # logits are finite, and the policy let it be drawn
-    _finite: list[Tensor] = field(default_factory=list)
-    _goes_on: list[Tensor] = field(default_factory=list)  # drawn, and the draft continues after the token
+    def __init__(self, first: DraftInputs, walks: Walks | None, device: torch.device) -> None:
+        self.walks, self._device = walks, device
+        self._budgets = first.lengths  # [B]
+        self.starts, self.counts = list(first.starts), [len(own) for own in first.tokens]  # [B] of the next
+        self.stopped = [budget == 0 for budget in self._budgets]  # [B] as far as the host knows
+        self.host_lengths = list(self._budgets)  # [B] upper bounds of the drafts' lengths
+        self.further: list[Tensor] = []  # next in the draw, for siblings, [B, 1, M] each
+        self._tokens: list[Tensor] = []
+        self._q: list[Distribution] = []
+        self._drawable: list[Tensor] = []  # logits are finite, and the policy let it be drawn
+        self._finite: list[Tensor] = []
+        self._goes_on: list[Tensor] = []  # drawn, and the draft continues after the token
+        columns = torch.arange(max(self._budgets), device=device)
+        self._wanted = columns < upload(self._budgets, device)[:, None]  # [B, K]
+        self._nothing = torch.zeros(len(self._budgets), 0, dtype=torch.int64, device=device)
 
-    def __post_init__(self) -> None:
-        self.stopped = [budget == 0 for budget in self.budgets]
-        self.host_lengths = list(self.budgets)
-        columns = torch.arange(max(self.budgets), device=self.device)
-        self._wanted = columns < upload(self.budgets, self.device)[:, None]  # [B, K]
-        self._nothing = torch.zeros(len(self.budgets), 0, dtype=torch.int64, device=self.device)
+    @property
+    def count(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def last(self) -> Tensor | None:
+        """Return the tokens drawn last, [B, 1] int64."""
+        return self._tokens[-1] if self._tokens else None
 
     @property
     def drawn(self) -> Tensor:
@@ -359,38 +345,40 @@ class _Steps:
         self._drawable.append(drawable)
         self._finite.append(finite)
 
-    def advance(self, go_on: Tensor | None, walks: Walks | None, *, vetoed: bool) -> None:
+    def advance(self, go_on: Tensor | None, *, vetoed: bool) -> None:
         """Find the rows that take another step; the host reads [B] numbers where a draft may end early."""
-        done, drawable = len(self._tokens), self._drawable[-1]
-        continues = [budget > done for budget in self.budgets]
-        if go_on is None and walks is None and not vetoed:
+        done, drawable = self.count, self._drawable[-1]
+        pairs = zip(self._budgets, self.stopped, strict=True)
+        more = [budget > done and not stopped for budget, stopped in pairs]
+        if go_on is None and self.walks is None and not vetoed:
             self._goes_on.append(drawable)
         else:
             on = drawable[:, 0] if go_on is None else go_on & drawable[:, 0]
-            if walks is None:
+            if self.walks is None:
                 continued = on.tolist()
             else:
-                going = upload([not stopped for stopped in self.stopped], self.device)
-                continued = walks.advance(self._tokens[-1], on & going & self._wanted[:, done - 1])
-                on = upload(continued, self.device)
+                continued = self.walks.advance(self._tokens[-1], on & upload(more, self._device))
+                on = upload(continued, self._device)
             self._goes_on.append(on[:, None])
             self.host_lengths = [
                 length if on or stopped else min(length, done)
                 for length, on, stopped in zip(self.host_lengths, continued, self.stopped, strict=True)
             ]
-            continues = [more and on for more, on in zip(continues, continued, strict=True)]
-        self.stopped = [stopped or not more for stopped, more in zip(self.stopped, continues, strict=True)]
+            more = [goes_on and on for goes_on, on in zip(more, continued, strict=True)]
+        self.stopped = [not goes_on for goes_on in more]
+        self.starts = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        self.counts = [1] * len(self.counts)
 
     def draft(self, resume: Resume | None, *, counts_undrawn: bool) -> Draft:
         """Return the draft: each row's tokens up to where it ended."""
-        count = len(self._tokens)
+        count = self.count
         before = F.pad(torch.cat(self._goes_on[: count - 1], 1), (1, 0), value=True) if count > 1 else None
         reached = self._wanted[:, :count]
         if before is not None:
             reached = reached & before.cumprod(1).bool()
         lengths = (reached & torch.cat(self._drawable, 1)).sum(1)
         nonfinite = (reached & ~torch.cat(self._finite, 1)).any(1)
-        columns = torch.arange(count, device=self.device)
+        columns = torch.arange(count, device=self._device)
         tokens = torch.cat(self._tokens, 1).where(columns < lengths[:, None], 0)
         undrawn = reached.sum(1) - lengths if counts_undrawn else None
         q = Distribution.along(self._q)

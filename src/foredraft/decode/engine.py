@@ -5,7 +5,7 @@
 Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of a
 sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
 device once a round, and once after each draft step that a policy or a constraint may end. An error harms its
-own request alone (`faults`, `guarded`).
+own request alone (`Guarded`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 
 from foredraft.decode.accept import ONCE, GraphCache, Rule, VerifyInputs, accept, decide
-from foredraft.decode.draft_choice import JUMP_FORWARD, JumpForward, choose_drafts
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine_target import (
@@ -33,7 +32,7 @@ from foredraft.decode.engine_target import (
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.decode.round_draft import Draft, RoundInputs
+from foredraft.decode.round_draft import JUMP_FORWARD, Draft, JumpForward, RoundInputs, choose_drafts
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.scheduler import Rows, Scheduler
@@ -151,7 +150,8 @@ class Engine:
     def round(self) -> list[Sequence]:
         alone = operators_alone(self._by_kernels)
         with self.observer.phase("round"), torch.inference_mode(), alone:
-            started, policy = time.perf_counter(), self._policy()
+            started, own = time.perf_counter(), any(s.policy is not None for s in self.rows.sequences)
+            policy = ByRequest(self.policy, self.rows.sequences) if own else self.policy
             try:
                 inputs, results, forward = self._draft_and_verify(policy)
             except torch.OutOfMemoryError as error:
@@ -176,9 +176,10 @@ class Engine:
         penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
         masks, siblings, dead_ends = inputs.masks(draft)
         keys = None if inputs.table.all_greedy else inputs.noise
+        judged = Draft(draft.tokens, draft.lengths, draft.q, siblings=siblings)
         verify_inputs = VerifyInputs(
-            forward.logits, replace(draft.proposal, siblings=siblings), inputs.table, masks, penalties, keys,
-            inputs.coupled, inputs.block, self.accept, self.noise,
+            forward.logits, judged, inputs.table, masks, penalties, keys,
+            inputs.rules, self.accept, self.noise,
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE
         found = replays.run(decide, verify_inputs, forward.logits, self.noise)
@@ -194,10 +195,6 @@ class Engine:
         active = [sequence for sequence in self.rows.sequences if sequence.active]
         abandon_round(active, self.drafters)
         self._leave(max(active, key=lambda sequence: sequence.id), Finish.ERROR, error)
-
-    def _policy(self) -> Policy:
-        own = any(sequence.policy is not None for sequence in self.rows.sequences)
-        return ByRequest(self.policy, self.rows.sequences) if own else self.policy
 
     def _inputs(self, policy: Policy) -> RoundInputs:
         sequences = list(self.rows.sequences)
@@ -228,16 +225,12 @@ class Engine:
             resume = resume and resume.fit(tokens.shape[1])
         if resume is not None and any(layer < resume.depth for layer in aux_layers):
             resume = None  # another row's drafter wants states that a resumed pass does not compute
+        starts = [len(s.tokens) - 1 for s in inputs.sequences]
+        counts = [0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)]
         return self.target.forward(
-            self.cache,
-            tokens,
-            [len(s.tokens) - 1 for s in inputs.sequences],
-            idle=inputs.idle,
-            counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
-            resume=resume,
-            aux_layers=aux_layers,
-            leaves=leaves,
-        )
+            self.cache, tokens, starts, idle=inputs.idle, counts=counts, resume=resume,
+            aux_layers=aux_layers, leaves=leaves,
+        )  # fmt: skip
 
     def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
@@ -329,8 +322,7 @@ class Engine:
     ) -> None:
         """Hand the row's drafters the auxiliary states committed from `base` on, and roll them back.
 
-        Nothing else in a commit allocates a GPU's memory; where it ends here, the other rows commit as they
-        would.
+        Nothing else in a commit allocates a GPU's memory; a row for which it ends harms no other.
         """
         for name in sequence.drafters:
             drafter = self.drafters[name]
@@ -346,13 +338,10 @@ class Engine:
             try:
                 self._restore_prefix(sequence)
                 start = self.cache.lengths[sequence.row]
+                drafters = [self.drafters[name] for name in sequence.drafters]
+                reads = not self.policy_of(sequence).uses_costs
                 finite = start == len(sequence.prompt) - 1 or prefill_chunk(
-                    sequence,
-                    self.target,
-                    self.cache,
-                    [self.drafters[name] for name in sequence.drafters],
-                    drafters_read=not self.policy_of(sequence).uses_costs,
-                    vocab_ops=self.vocab_ops,
+                    sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
                 )
                 self._keep_prefix(sequence)
             except torch.OutOfMemoryError as error:
@@ -371,13 +360,10 @@ class Engine:
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return
         readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
+        needed = [self.cache, *(cache for drafter in readers for cache in drafter.caches)]
+        caches, tokens = self._prompt_caches(sequence), sequence.prompt[:-1]
         sequence.prefix = self.prefix_cache.restore(
-            sequence.prefix,
-            sequence.prompt[:-1],
-            self._prompt_caches(sequence),
-            sequence.row,
-            self.target.chunk,
-            needed=[self.cache, *(cache for drafter in readers for cache in drafter.caches)],
+            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed
         )
         sequence.cached = sequence.prefix.end
 

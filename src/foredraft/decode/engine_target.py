@@ -104,8 +104,9 @@ def score_chunk(
     top = sequence.params.prompt_logprobs or 0
     tokens = sequence.prompt[start + 1 : start + 1 + hidden.shape[1]]
     ahead = upload(tokens, hidden.device)  # [n]
-    penalised = sequence.params.penalised
-    penalty_context = PenaltyContext.of_prompt(sequence.prompt[: start + 1], ahead) if penalised else None
+    penalty_context = None
+    if sequence.params.penalised:
+        penalty_context = PenaltyContext.after(sequence.prompt[: start + 1], [], hidden.device)
     figures: list[Tensor] = []
     sound: list[Tensor] = []
     for first in range(0, len(tokens), COLUMNS):

@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
-from foredraft.arguments import check_fields, option, spelled_elsewhere
+from foredraft.arguments import check_fields, declare, spelled_elsewhere
 from foredraft.arguments.values import (
     MAX_WHOLE,
     Choice,
@@ -47,13 +47,11 @@ RULES = get_args(RuleName)
 
 
 class Schema(Value):
-    """A JSON schema, kept as JSON.
-
-    A class with a method `model_json_schema` is a model of pydantic, which is no dependency
-    (https://docs.pydantic.dev/latest/api/base_model/#pydantic.BaseModel.model_json_schema).
-    """
+    """A JSON schema, kept as JSON."""
 
     def read(self, given: Any) -> str:
+        # of pydantic, which is no dependency:
+        # https://docs.pydantic.dev/latest/api/base_model/#pydantic.BaseModel.model_json_schema
         if isinstance(given, type) and hasattr(given, "model_json_schema"):
             try:
                 given = given.model_json_schema()
@@ -101,11 +99,6 @@ COUNT = Whole("a whole number from 0 on")
 SCORES = Whole(f"a whole number from 0 to {MAX_LOGPROBS}, or leave it out", most=MAX_LOGPROBS)
 SHARE = Number("above 0 and at most 1 (off)", most=1.0, above=True)
 PENALTY = Number("from -2 to 2; 0 is off", least=-2.0, most=2.0)
-
-
-def _option(default: Any, value: Value, *, elsewhere: str = "", hash: bool | None = None) -> Any:
-    """Return the field of an option: its default, what it takes, and what other programs call it."""
-    return field(default=default, hash=hash, metadata=option(value, elsewhere=elsewhere))
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -212,58 +205,58 @@ class SamplingParams:
         True
     """
 
-    temperature: float = _option(1.0, Number("0 (greedy) or more"), elsewhere="temp")
-    top_k: int = _option(0, COUNT)
-    top_p: float = _option(1.0, SHARE)
-    min_p: float = _option(0.0, Number("from 0 (off) to 1", most=1.0))
-    typical_p: float = _option(1.0, SHARE, elsewhere="typical")
-    repetition_penalty: float = _option(
+    temperature: float = declare(1.0, Number("0 (greedy) or more"), elsewhere="temp")
+    top_k: int = declare(0, COUNT)
+    top_p: float = declare(1.0, SHARE)
+    min_p: float = declare(0.0, Number("from 0 (off) to 1", most=1.0))
+    typical_p: float = declare(1.0, SHARE, elsewhere="typical")
+    repetition_penalty: float = declare(
         1.0, Number("from 0.01 to 100; 1 is off", least=0.01, most=100.0), elsewhere="repeat_penalty"
     )
-    presence_penalty: float = _option(0.0, PENALTY)
-    frequency_penalty: float = _option(0.0, PENALTY)
-    logit_bias: Mapping[int, float] | None = _option(None, Biases(), hash=False)
-    min_new_tokens: int = _option(0, COUNT)
-    max_new_tokens: int = _option(128, COUNT, elsewhere="max_tokens n_predict predict -n")
-    ignore_eos: bool = _option(False, Flag())
-    stop: str | tuple[str, ...] | list[str] = _option((), Strings())
-    stop_token_ids: tuple[int, ...] | list[int] = _option((), Ids())
-    include_stop: bool = _option(False, Flag())
-    seed: int | None = _option(None, Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
-    logprobs: int | None = _option(None, SCORES)
-    prompt_logprobs: int | None = _option(None, SCORES)
-    acceptance: RuleName | None = _option(
+    presence_penalty: float = declare(0.0, PENALTY)
+    frequency_penalty: float = declare(0.0, PENALTY)
+    logit_bias: Mapping[int, float] | None = declare(None, Biases(), hash=False)
+    min_new_tokens: int = declare(0, COUNT)
+    max_new_tokens: int = declare(128, COUNT, elsewhere="max_tokens n_predict predict -n")
+    ignore_eos: bool = declare(False, Flag())
+    stop: str | tuple[str, ...] | list[str] = declare((), Strings())
+    stop_token_ids: tuple[int, ...] | list[int] = declare((), Ids())
+    include_stop: bool = declare(False, Flag())
+    seed: int | None = declare(None, Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
+    logprobs: int | None = declare(None, SCORES)
+    prompt_logprobs: int | None = declare(None, SCORES)
+    acceptance: RuleName | None = declare(
         None, Choice("'speculative', 'block', 'coupled', 'bild' (which is not lossless) or None", RULES)
     )
-    rollback: float | None = _option(None, Number("0 nats or more, or leave it out", most=math.inf))
-    allowed_token_ids: tuple[int, ...] | list[int] | None = _option(
+    rollback: float | None = declare(None, Number("0 nats or more, or leave it out", most=math.inf))
+    allowed_token_ids: tuple[int, ...] | list[int] | None = declare(
         None, Ids("a list of whole token ids, 1 or more", least=1)
     )
-    ban: str | tuple[str, ...] | list[str] = _option((), Strings(), elsewhere="bad_words banned_strings")
-    ban_mode: Literal["mask", "rollback"] = _option(
+    ban: str | tuple[str, ...] | list[str] = declare((), Strings(), elsewhere="bad_words banned_strings")
+    ban_mode: Literal["mask", "rollback"] = declare(
         "mask", Choice("'mask' or 'rollback'", ("mask", "rollback"))
     )
-    ban_ignore_case: bool = _option(False, Flag())
-    ban_whole_words: bool = _option(False, Flag())
-    ban_prompt: bool = _option(True, Flag())
-    ban_rollbacks: int = _option(100, Whole(f"a whole number from 0 to {MAX_ROLLBACKS}", most=MAX_ROLLBACKS))
-    regex: str | None = _option(None, Words(), elsewhere="guided_regex")
-    choices: str | tuple[str, ...] | list[str] | None = _option(
+    ban_ignore_case: bool = declare(False, Flag())
+    ban_whole_words: bool = declare(False, Flag())
+    ban_prompt: bool = declare(True, Flag())
+    ban_rollbacks: int = declare(100, Whole(f"a whole number from 0 to {MAX_ROLLBACKS}", most=MAX_ROLLBACKS))
+    regex: str | None = declare(None, Words(), elsewhere="guided_regex")
+    choices: str | tuple[str, ...] | list[str] | None = declare(
         None, Strings(least=1), elsewhere="guided_choice"
     )
-    json_schema: str | Mapping[str, Any] | type | None = _option(
+    json_schema: str | Mapping[str, Any] | type | None = declare(
         None, Schema("a JSON schema that allows some text"), elsewhere="guided_json", hash=False
     )
-    json_object: bool = _option(False, Flag())
-    grammar: str | None = _option(None, Words(), elsewhere="guided_grammar")
-    prediction: str | tuple[int, ...] | list[int] | None = _option(
+    json_object: bool = declare(False, Flag())
+    grammar: str | None = declare(None, Words(), elsewhere="guided_grammar")
+    prediction: str | tuple[int, ...] | list[int] | None = declare(
         None, TextOrIds("text or a list of token ids")
     )
-    drafter: str | None = _option(
+    drafter: str | None = declare(
         None, Name("'none', the name of a drafter, or None"), elsewhere="speculation"
     )
-    policy: str | None = _option(None, Name("a name or None"))
-    max_draft: int | None = _option(None, Whole("1 token or more, or None", least=1))
+    policy: str | None = declare(None, Name("a name or None"))
+    max_draft: int | None = declare(None, Whole("1 token or more, or None", least=1))
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
         """Refuse unknown options with a remedy, which the dataclass's own error lacks."""
@@ -299,16 +292,14 @@ class SamplingParams:
 
     @property
     def text_grammar(self) -> tuple[str, str] | None:
-        """Return the option that gives the text's grammar, and its value; None without one.
-
-        The value of choices is a regular expression.
-        """
+        """Return the option that gives the text's grammar, and its value; of choices a regular expression."""
         for name in GRAMMARS:
             value = getattr(self, name)
             if value is True:
                 return name, '{"type": "object"}'
             if value:
-                return name, _one_of(value) if name == "choices" else value
+                choices = (META.sub(r"\\\g<0>", choice) for choice in value)
+                return name, "|".join(choices) if name == "choices" else value
         return None
 
     def replace(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
@@ -329,8 +320,8 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def is_coupled(self) -> bool:
-        return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
+    def rule(self) -> RuleName:
+        return self.acceptance or ("speculative" if self.seed is None else "coupled")
 
     @property
     def bound(self) -> float | None:
@@ -341,10 +332,9 @@ class SamplingParams:
 
     @property
     def judged(self) -> SamplingParams:
-        """Return the parameters of the distribution that measures surprise under the lossy rule.
+        """Return the parameters that measure surprise under the lossy rule.
 
-        They are these, but at temperature 0, where every token but one would be infinitely surprising, they
-        have temperature 1 and no truncation.
+        At temperature 0 every token but one would be infinitely surprising: it is measured at 1, untruncated.
         """
         if self.bound is None or not self.greedy:
             return self
@@ -358,16 +348,6 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Return whether emitted tokens change the next distribution."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    """Return a regular expression that only these strings match.
-
-    Examples:
-        >>> _one_of(("yes", "1.5"))
-        'yes|1\\\\.5'
-    """
-    return "|".join(META.sub(r"\\\g<0>", choice) for choice in choices)
 
 
 # What to do here instead of an option of another library; names that only differ stand with their options.

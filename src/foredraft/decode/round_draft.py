@@ -1,5 +1,9 @@
-"""Draft: the tokens that one round proposes, a chain or a token tree; the inputs of the round, and what an
-acceptance rule gives.
+"""Draft: the tokens that one round proposes, a chain or a token tree; which drafter drafts for each row, and
+how far; the inputs of the round, and what an acceptance rule gives.
+
+The policy decides about drafts, but where a constraint forces more tokens than it would draft: those are no
+bet (Zheng et al. 2024, SGLang, arXiv:2312.07104). Forced text may have several tokenisations, so the target
+verifies it like any draft.
 
 A draft with siblings is a *token tree*: each sibling is a leaf in the place of a drafted token, and one pass
 verifies all by tree attention. Where the rule writes a sibling, its leaf gives the token after it, too: the
@@ -8,6 +12,7 @@ plain step that would follow, a round earlier. So the text keeps its law, whatev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,8 +21,10 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.distribution import Distribution
+from foredraft.decode.distribution import Distribution, placed
+from foredraft.decode.drafter import AutoregressiveDrafter, Drafter, ModelFreeDrafter
 from foredraft.decode.noise import NoiseKeys
+from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.sampling import PenaltyContext, SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.memory import upload
@@ -97,12 +104,9 @@ class Siblings:
         if not known:
             return None
         width = max(part.tokens.shape[1] for _, part in known)
-        tokens = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
-        places = torch.zeros_like(tokens)
-        for own, part in known:
-            s = part.tokens.shape[1]
-            tokens[:, :s] = part.tokens.where(own[:, None], tokens[:, :s])
-            places[:, :s] = part.places.where(own[:, None], places[:, :s])
+        none = torch.full((len(known[0][0]), width), -1, device=known[0][0].device)
+        places = placed([(own, part.places) for own, part in known], torch.zeros_like(none))
+        tokens = placed([(own, part.tokens) for own, part in known], none)
         return cls(tokens, places, max(part.most for _, part in known))
 
     def at(self, places: Tensor, choice: int) -> Tensor:
@@ -153,25 +157,20 @@ class Draft:
     host_tokens: list[list[int]] | None = None  # each row's tokens, unpadded, where the host knows them
     siblings: Siblings | None = None  # the leaves of the token trees; None where all drafts are chains
 
-    @property
-    def proposal(self) -> Draft:
-        """Return what the decision reads: tokens, lengths, q and siblings."""
-        return Draft(self.tokens, self.lengths, self.q, siblings=self.siblings)
-
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
         """Return one draft for a batch whose rows [B] were drafted by several drafters."""
         device, rows = inputs.device, len(inputs.sequences)
+        masks = [upload(own, device) for own, _ in parts]
+        several = [(own, draft) for own, (_, draft) in zip(masks, parts, strict=True)]
         width = max(draft.tokens.shape[1] for _, draft in parts)
-        tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        empty = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        tokens = placed([(own, draft.tokens) for own, draft in several], empty)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         nonfinite = torch.zeros(rows, dtype=torch.bool, device=device)
         undrawn: Tensor | None = None
         host_lengths = list(inputs.budgets)
-        for own_rows, draft in parts:
-            own = upload(own_rows, device)
-            k = draft.tokens.shape[1]
-            tokens[:, :k] = draft.tokens.where(own[:, None], tokens[:, :k])
+        for own, (own_rows, draft) in zip(masks, parts, strict=True):
             lengths = draft.lengths.where(own, lengths)
             if draft.nonfinite is not None:
                 nonfinite = nonfinite | draft.nonfinite
@@ -180,12 +179,10 @@ class Draft:
             if draft.host_lengths is not None:
                 pairs = zip(own_rows, draft.host_lengths, host_lengths, strict=True)
                 host_lengths = [mine if is_own else other for is_own, mine, other in pairs]
-        q = Distribution.combine(
-            [(upload(own, device), draft.q) for own, draft in parts], tokens, inputs.vocabulary
-        )
+        q = Distribution.combine([(own, draft.q) for own, draft in several], tokens, inputs.vocabulary)
         # The verifying pass resumes at one depth; the lower layers of other rows simply run again.
         resume = next((draft.resume for _, draft in parts if draft.resume is not None), None)
-        siblings = Siblings.combine([(upload(own, device), draft.siblings) for own, draft in parts])
+        siblings = Siblings.combine([(own, draft.siblings) for own, draft in several])
         resume = resume and resume.fit(width + 1)
         return cls(tokens, lengths, q, resume, nonfinite, host_lengths, undrawn, siblings=siblings)
 
@@ -232,18 +229,15 @@ class RoundInputs:
         return torch.stack(masks), siblings and siblings.under(after, free[0]), dead_ends
 
     @cached_property
-    def coupled(self) -> list[bool]:
-        """[B], rows under the coupled acceptance rule: their drafts share the target's noise."""
-        return [s.params.is_coupled for s in self.sequences]
+    def rules(self) -> list[str]:
+        """[B], the lossless rule of each row; `speculative` beside the lossy one."""
+        rules = [s.params.rule for s in self.sequences]
+        return ["speculative" if rule == "bild" else rule for rule in rules]
 
-    @cached_property
-    def block(self) -> list[bool]:
-        return [s.params.acceptance == "block" for s in self.sequences]
-
-    @cached_property
+    @property
     def one_rule(self) -> bool:
         """Whether all rows have one lossless rule, so that no mask of rows has to be uploaded."""
-        return len(set(zip(self.coupled, self.block, strict=True))) == 1
+        return len({*self.rules}) == 1
 
     @cached_property
     def noise(self) -> NoiseKeys:
@@ -261,12 +255,8 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, self.coupled)
-
-
-def with_siblings(draft: Draft, further: Tensor, budgets: Seq[int], siblings: Seq[int]) -> Draft:
-    """Return the draft with siblings out of its further choices; arguments as `Siblings.of`."""
-    return replace(draft, siblings=Siblings.of(further, draft.lengths, budgets, siblings))
+        coupled = [rule == "coupled" for rule in self.rules]  # these drafts share the target's noise
+        return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, coupled)
 
 
 @lru_cache(maxsize=1024)
@@ -286,3 +276,97 @@ def pad_rows(rows: Seq[Seq[int]]) -> list[list[int]]:
     """Pad every row with 0 to the longest."""
     width = max(map(len, rows))
     return [[*row, *[0] * (width - len(row))] for row in rows]
+
+
+JUMP_FORWARD = "jump-forward"
+
+
+class JumpForward(ModelFreeDrafter):
+    """Proposes the tokens that each sequence's constraint forces. Every constrained sequence has it."""
+
+    name = JUMP_FORWARD
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [
+            [] if sequence.constraint is None else sequence.constraint.forced(budget)
+            for sequence, budget in requests
+        ]
+
+
+def choose_drafts(
+    sequences: list[Sequence],
+    idle: list[bool],
+    drafters: Mapping[str, Drafter],
+    policy: Policy,
+    max_queries: int,
+    takes_leaves: bool = False,
+) -> tuple[list[int], list[str | None], list[int]]:
+    """Return each row's budget (0: a plain step), its drafter, and its siblings at most; [B] each."""
+    drafts: list[tuple[int, str | None, int]] = [(0, None, 0)] * len(sequences)
+    if any(sequence.drafters for sequence in sequences):  # without one, the policy has nothing to decide
+        rows = [
+            Candidates(sequence, {}, idle=True)
+            if is_idle
+            else _candidates(sequence, drafters, policy.of(sequence), max_queries, takes_leaves)
+            for sequence, is_idle in zip(sequences, idle, strict=True)
+        ]
+        decided = zip(rows, policy.decide(rows), strict=True)
+        drafts = [_allowed(row, decision, drafters, max_queries) for row, decision in decided]
+    for at, sequence in enumerate(sequences):
+        most = min(sequence.remaining, max_queries) - 1
+        if not idle[at] and not sequence.skip_draft and sequence.constraint is not None and most > 0:
+            forced = len(sequence.constraint.forced(most))
+            if forced > drafts[at][0]:
+                drafts[at] = forced, JUMP_FORWARD, 0
+    return [budget for budget, *_ in drafts], [name for _, name, _ in drafts], [count for *_, count in drafts]
+
+
+def _allowed(
+    row: Candidates, decision: Decision, drafters: Mapping[str, Drafter], max_queries: int
+) -> tuple[int, str | None, int]:
+    """Return (budget, drafter, siblings) of a decision, as far as the row may draft so."""
+    name = decision.drafter
+    if name not in row.limits or decision.budget < 1:
+        return 0, None, 0
+    budget = min(decision.budget, row.limits[name])
+    if decision.context is not None and name in row.late:
+        start = len(row.sequence.tokens) - 1 - decision.context
+        drafters[name].start_context(row.sequence, max(0, start))
+    return budget, name, min(decision.siblings, max_queries - 1 - budget) if name in row.trees else 0
+
+
+def _candidates(
+    sequence: Sequence,
+    drafters: Mapping[str, Drafter],
+    policy: Policy,
+    max_queries: int,
+    takes_leaves: bool,
+) -> Candidates:
+    """Return what the row may draft; a round emits one token more, which must be wanted too."""
+    row = Candidates(sequence, {})
+    if sequence.skip_draft or (sequence.constraint is not None and sequence.constraint.at_dead_end):
+        return row
+    room = min(sequence.remaining, max_queries) - 1
+    if sequence.params.max_draft is not None:
+        room = min(room, sequence.params.max_draft)
+    for name in sequence.drafters:
+        drafter, limit = drafters[name], room
+        if drafter.max_length is not None:
+            limit = min(limit, drafter.max_length - (len(sequence.tokens) - drafter.context_start(sequence)))
+        if drafter.max_draft is not None:
+            limit = min(limit, drafter.max_draft)
+        if policy.uses_costs and limit > 0:
+            limit, confidence = drafter.peek(sequence, limit)
+            if confidence is not None and limit > 0:
+                row.confidence[name] = confidence
+            row.unread[name] = drafter.unread(sequence)
+            # Choices of a prompt share the drafter's cache rows of it, so none may begin it elsewhere.
+            is_new = row.unread[name] == len(sequence.tokens) - 1 > 0
+            if drafter.starts_late and is_new and sequence.group is None:
+                row.late.add(name)
+        if limit > 0:
+            row.limits[name] = limit
+            is_lossy = sequence.params.bound is not None  # such a rule would say another text with siblings
+            if takes_leaves and not is_lossy and isinstance(drafter, AutoregressiveDrafter):
+                row.trees.add(name)
+    return row

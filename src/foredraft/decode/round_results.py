@@ -28,9 +28,9 @@ class RowResult:
     drafter_nonfinite: bool  # the drafter's logits were not finite
     tokens: list[int]  # [K] drafted tokens, padded
     scores: list[Score]  # of the accepted tokens and the next one, where the request asks for them
-    p: list[float]  # what the target's distributions, which judged the draft, gave its tokens, if traced
-    q: list[float]  # what the drafter's distributions gave them, if traced
-    next_p: float  # probability of the next token, if traced
+    # if traced: probabilities of the K tokens by the target's distributions, which judged the draft, those by
+    # the drafter's, and that of the next token
+    chances: list[float]
     target_confidence: float | None = None  # in the next token; None unless the policy wants it
     undrawn: int = 0  # draft steps that proposed no token
     dead_end: bool = False  # the constraint allows no token after the accepted ones: `next_token` is none
@@ -51,11 +51,11 @@ class RowResult:
             drafter=outcome.drafter,
             budget=budget,
             draft=self.tokens[: outcome.drafted],
-            p=self.p[:count],
-            q=self.q[:count],
+            p=self.chances[:count],
+            q=self.chances[len(self.tokens) : len(self.tokens) + count],
             accepted=outcome.accepted,
             next_token=self.next_token,
-            next_p=0.0 if self.target_nonfinite else self.next_p,
+            next_p=0.0 if self.target_nonfinite else self.chances[-1],
             emitted=outcome.emitted,
             discarded=self.target_nonfinite,
             rollback=sequence.params.bound,
@@ -134,7 +134,6 @@ def _row_result(
 ) -> RowResult:
     """Return one row's result; values: what was fetched for the row, by name."""
     accepted, drafted, tokens = values["accepted"], values["drafted"], values["tokens"]
-    chances: list[float] = values["chances"] if sequence.traced else []
     scores: list[Score] = []
     sibling = values["sibling"] if values.get("sibling", -1) >= 0 else None
     if figures is not None:
@@ -151,9 +150,7 @@ def _row_result(
         drafter_nonfinite=bool(values.get("drafter_nonfinite", False)),
         tokens=tokens,
         scores=scores,
-        p=chances[:drafted],
-        q=chances[len(tokens) : len(tokens) + drafted],
-        next_p=chances[-1] if chances else 0.0,
+        chances=values["chances"] if sequence.traced else [],
         target_confidence=values.get("target_confidence"),
         undrawn=values.get("undrawn", 0),
         dead_end=dead_end == accepted,

@@ -56,11 +56,6 @@ class PenaltyContext:
         return cls(ids, counts, prompted, new)
 
     @classmethod
-    def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
-        """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
-        return replace(cls.after(prompt, [], ahead.device), drafted=ahead[None])
-
-    @classmethod
     def after(cls, prompt: list[int], output: list[int], device: torch.device) -> PenaltyContext:
         """Return the context of the token after one prompt and what is committed of its output."""
         token_counts = TokenCounts(prompt)
@@ -100,12 +95,6 @@ class PenaltyContext:
 
 
 NO_CUTS = SamplingParams()
-
-
-def _single(temperature: float) -> float:
-    """Return the nearest temperature that float32 can hold, also as an inverse."""
-    range_ = torch.finfo(torch.float32)
-    return min(max(temperature, range_.tiny), range_.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +175,13 @@ class SamplingTable:
         judged, any_penalty = [p.judged for p in params], any(p.penalised for p in params)
         penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         bounds = [math.nan if p.bound is None else p.bound for p in params]
+        single = torch.finfo(torch.float32)  # which can hold the inverse, too
+        temperatures = [min(max(p.temperature or 1.0, single.tiny), single.max) for p in params]
         is_judge = all(one is own for one, own in zip(judged, params, strict=True))
         return cls(
             greedy=column([p.greedy for p in params], False, torch.bool),
             all_greedy=all(p.greedy for p in params),
-            temperature=upload([_single(p.temperature or 1.0) for p in params], device, torch.float32),
+            temperature=upload(temperatures, device, torch.float32),
             top_k=column([p.top_k for p in cuts], 0, torch.int64),
             max_top_k=max((p.top_k for p in cuts), default=0),
             top_p=column([p.top_p for p in cuts], 1.0),

@@ -50,11 +50,6 @@ class Shares:
         self._waiting = waiting
         given.clear()
 
-    def restart(self) -> None:
-        self._leads.clear()
-        self._given.clear()
-        self._waiting = frozenset()
-
 
 class Rows:
     """`sequences[r]` owns row r of every cache."""
@@ -75,31 +70,6 @@ class Rows:
                 cache.lengths[sequence.row] = 0
             else:
                 cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
-
-    def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
-        """Free the row of a sequence that goes on later; host memory keeps what these caches hold of it."""
-        spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
-        sequence.parked = {
-            cache: replace(span, parts=tuple(part.cpu() for part in span.parts))
-            for cache, span in spans.items()
-        }
-        self.remove(sequence)
-
-    def unpark(self, sequence: Sequence) -> None:
-        """Give a parked sequence a free row that holds what its old one held."""
-        assert sequence.parked is not None
-        self.add(sequence)
-        for cache, span in sequence.parked.items():
-            cache.put_back(replace(span, row=sequence.row))
-            cache.lengths[sequence.row] = span.stop
-        sequence.parked = None
-
-    def succeed(self, sequence: Sequence, choice: Sequence) -> None:
-        """Let another choice of the prompt take the row over in place: the row holds the prompt already."""
-        for cache in self.caches:
-            cache.lengths[sequence.row] = _prompt_rows(cache, sequence, choice)
-        choice.row, sequence.row = sequence.row, -1
-        self.sequences[choice.row] = choice
 
     def remove(self, sequence: Sequence) -> None:
         """Free the row; the last row moves into it. One that may hold NaN, which no mask hides, is zeroed."""
@@ -140,7 +110,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         if not self._competing():
-            self.shares.restart()
+            self.shares = Shares()
         self._queues.setdefault(sequence.client, deque()).append(sequence)
 
     @property
@@ -178,8 +148,13 @@ class Scheduler:
         return paused or self._above_share(following.client)
 
     def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
-        """Let a sequence wait without a row; these caches hold what it has read and written."""
-        self.rows.park(sequence, caches)
+        """Let a sequence wait without a row; host memory keeps what these caches hold of it."""
+        spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
+        sequence.parked = {
+            cache: replace(span, parts=tuple(part.cpu() for part in span.parts))
+            for cache, span in spans.items()
+        }
+        self.rows.remove(sequence)
         sequence.state = State.WAITING
         self._parked.add(sequence)
         self._queues.setdefault(sequence.client, deque()).appendleft(sequence)
@@ -190,13 +165,14 @@ class Scheduler:
         self.shares.advance(self._competing())
         while not self._full and (sequence := self._next) is not None:
             self._unqueue(sequence)
-            donor = self._donor(sequence)
-            if sequence.parked is not None:
-                self.rows.unpark(sequence)
-                was_read = sequence.started > 0
-            else:
-                self.rows.add(sequence, donor)
-                was_read = donor is not None or len(sequence.prompt) == 1
+            parked, sequence.parked = sequence.parked, None
+            donor = None if parked is not None else self._donor(sequence)
+            self.rows.add(sequence, donor)
+            for cache, span in (parked or {}).items():
+                cache.put_back(replace(span, row=sequence.row))
+                cache.lengths[sequence.row] = span.stop
+            fresh = donor is not None or len(sequence.prompt) == 1
+            was_read = fresh if parked is None else sequence.started > 0
             sequence.state = State.RUNNING if was_read else State.PREFILLING
             if was_read:
                 ready.append(sequence)
@@ -235,8 +211,10 @@ class Scheduler:
             choice = self._next
             if choice is not None and choice.parked is None and choice.group == sequence.group is not None:
                 self._unqueue(choice)
-                self.rows.succeed(sequence, choice)
-                choice.state = State.RUNNING
+                for cache in self.rows.caches:  # the row holds the choice's prompt already
+                    cache.lengths[sequence.row] = _prompt_rows(cache, sequence, choice)
+                choice.row, sequence.row, choice.state = sequence.row, -1, State.RUNNING
+                self.rows.sequences[choice.row] = choice
                 return choice
         self.rows.remove(sequence)
         return None

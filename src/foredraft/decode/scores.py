@@ -56,13 +56,9 @@ class Score:
 
 
 def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
-    """Return the scores of tokens [B, T] on the device, [B, T, 2 + 4 * top] int64.
+    """Return the scores of tokens [B, T], and the `top` likeliest, on the device: [B, T, 2 + 4 * top] int64.
 
-    Args:
-        logits: [B, T, V], the model's own.
-        p: Their distributions.
-        tokens: [B, T].
-        top: Likeliest tokens to score, at most V.
+    `logits` are the model's own, p their distributions.
     """
     own, probs = log_softmax(logits), p.dense(logits.shape[-1])
     processed = probs.log()

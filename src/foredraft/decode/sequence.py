@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.decode.constraint import Constraint, guarded
+from foredraft.decode.constraint import Constraint, Guarded
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.prefix_cache import NOTHING, Prefix
@@ -123,7 +123,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.ends = self.params.ends(self.eos)
-        self.constraint = guarded(self.constraint)
+        if not isinstance(self.constraint, Guarded | None):
+            self.constraint = Guarded(self.constraint)
         if self.params.penalised:
             self.token_counts = TokenCounts(self.prompt)
 

@@ -11,30 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One sequence's part in one round.
+    """One sequence's part in one round."""
 
-    Attributes:
-        drafted: Tokens proposed.
-        accepted: Proposed tokens that the acceptance rule kept.
-        emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
-            the number negative.
-        drafter: The drafter that the policy chose; None in a plain step.
-        undrawn: Draft steps that proposed no token, because the policy left their place to the target.
-        siblings: Leaves of the token tree, which were verified beside the draft.
-        sibling: A sibling of the draft followed the accepted tokens, and one token more.
-    """
-
-    drafted: int
-    accepted: int
+    drafted: int  # tokens proposed
+    accepted: int  # proposed tokens that the acceptance rule kept
+    # Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make it negative
     emitted: int
-    drafter: str | None = None
-    undrawn: int = 0
-    siblings: int = 0
-    sibling: bool = False
+    drafter: str | None = None  # the drafter that the policy chose; None in a plain step
+    undrawn: int = 0  # draft steps that proposed no token, because the policy left their place to the target
+    siblings: int = 0  # leaves of the token tree, which were verified beside the draft
+    sibling: bool = False  # a sibling of the draft followed the accepted tokens, and one token more
 
     @property
     def steps(self) -> int:
@@ -89,7 +80,7 @@ class Stats:
 
     @classmethod
     def of(cls, rounds: Iterable[Round], seconds: float = 0.0) -> Stats:
-        stats = cls(seconds=seconds)
+        stats, reached, kept = cls(seconds=seconds), Counter[int](), Counter[int]()
         for r in rounds:
             stats.rounds += 1
             stats.tokens += r.emitted
@@ -102,24 +93,21 @@ class Stats:
                 stats.drafts[r.drafter] += 1
                 stats.steps[r.drafter] += r.steps
                 stats.accepted_by[r.drafter] += r.accepted
-            stats._widen(r.drafted)
-            for j in range(r.drafted):
-                stats.drafted_at[j] += 1
-                stats.accepted_at[j] += j < r.accepted
+            reached.update(range(r.drafted))
+            kept.update(range(r.accepted))
+        stats.drafted_at, stats.accepted_at = ([of[j] for j in range(len(reached))] for of in (reached, kept))
         return stats
 
     @classmethod
     def merge(cls, several: Iterable[Stats], seconds: float | None = None) -> Stats:
         """Add several up; `seconds` is the wall clock of them all where they ran side by side."""
         total = cls()
-        sums = [each.name for each in fields(cls) if not each.name.endswith("_at")]
         for s in several:
-            for name in sums:
-                setattr(total, name, getattr(total, name) + getattr(s, name))
-            total._widen(len(s.drafted_at))
-            for j, (drafted, accepted) in enumerate(zip(s.drafted_at, s.accepted_at, strict=True)):
-                total.drafted_at[j] += drafted
-                total.accepted_at[j] += accepted
+            for name in (each.name for each in fields(cls)):
+                own, more = getattr(total, name), getattr(s, name)
+                lists = isinstance(own, list)
+                both = [a + b for a, b in zip_longest(own, more, fillvalue=0)] if lists else own + more
+                setattr(total, name, both)
         if seconds is not None:
             total.seconds = seconds
         return total
@@ -154,11 +142,6 @@ class Stats:
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""
         return {name: getattr(self, name) for name in SHOWN}
-
-    def _widen(self, length: int) -> None:
-        missing = length - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class Drawn:
     token: Tensor  # [B, 1] int64
     drawable: Tensor  # [B, 1] bool, the row's token counts
     sound: Tensor  # [B, 1] bool, its logits were finite
+    further: Tensor | None = None  # [B, 1, M] next in the draw, for siblings
+    logits: Tensor | None = None  # [B, 1, V] for the policy, where it may end a draft by them
 
 
 def draw(step: StepLogits) -> Drawn:
@@ -73,12 +75,12 @@ def hashed(keys: NoiseKeys) -> HashedKeys:
 
 @dataclass(frozen=True, slots=True)
 class StepDraws:
-    """Draws the tokens of a draft whose steps run in one call; attributes as `StepLogits`."""
+    """Draws the tokens of one draft, step after step; attributes as `StepLogits`."""
 
     temperature: float  # divides the logits
     table: SamplingTable
     penalties: PenaltyContext | None
-    keys: HashedKeys | None  # noise keys of all steps
+    keys: DrawKeys | None  # noise keys of all steps
     noise: Noise
     greedy: bool
 
@@ -86,9 +88,13 @@ class StepDraws:
     def dense(self) -> bool:
         return self.keys is not None
 
-    def __call__(self, logits: Tensor, drawn: Tensor) -> Drawn:
+    def step(self, logits: Tensor, drawn: Tensor, masks: Tensor | None = None) -> StepLogits:
+        """Return the step after the tokens drawn so far, [B, j]."""
         count = drawn.shape[1]
         penalties = self.penalties and self.penalties.along(drawn, ahead=count)
         keys = self.keys and self.keys.column(count)
         logits = logits if self.temperature == 1 else logits / self.temperature
-        return draw(StepLogits(logits, self.table, None, penalties, keys, self.noise, self.greedy))
+        return StepLogits(logits, self.table, masks, penalties, keys, self.noise, self.greedy)
+
+    def __call__(self, logits: Tensor, drawn: Tensor) -> Drawn:
+        return draw(self.step(logits, drawn))

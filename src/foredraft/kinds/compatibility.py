@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def decides(policy: PolicyKind | Policy, *, has_probs: bool, chooses: bool = False) -> bool:
-    """Return whether a policy can decide about a drafter, whose tokens may have probabilities.
-
-    The drafter may stand for several, among which the policy `chooses`.
-    """
+    """Return whether a policy can decide about a drafter, or where it `chooses`, about several."""
     return (has_probs or not policy.stops_by_content) and (policy.uses_costs or not chooses)
 
 
@@ -27,16 +24,8 @@ def suits(drafter: str, policy: str) -> bool:
     return decides(POLICIES[policy], has_probs=kind.autoregressive, chooses=kind.chooses)
 
 
-def rule_suits(rule: str, drafter: str) -> bool:
-    """Return whether an acceptance rule has an effect: a lossy one needs drafts."""
-    return RULES[rule].lossless or drafter != "none"
-
-
 def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
-    """Return whether the output has the target's distribution under a rule, None for the default one.
-
-    Without drafters it always has. Drafters that are not in the table count as lossless.
-    """
+    """Return whether the output has the target's distribution under a rule; None is the default one."""
     names = tuple(drafters)
     lossless = all(DRAFTERS[name].lossless for name in names if name in DRAFTERS)
     return not names or (lossless and (rule is None or RULES[rule].lossless))
@@ -111,7 +100,7 @@ def check_effects(
     if policy is not None and not DRAFTERS[drafter].chooses and not suits(drafter, policy):
         problem = f"which needs draft probabilities, but drafter {drafter} has none"
         raise ConfigError(problem, option="policy", value=policy, remedy="give another policy")
-    if rule is not None and not rule_suits(rule, drafter):
+    if rule is not None and drafter == "none" and not RULES[rule].lossless:  # it needs drafts
         raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
 
 
@@ -129,10 +118,7 @@ def check_named_drafter(drafter: str, policy: str, given: Collection[str]) -> No
 def check_fits_assets(
     drafter: str, policy: str, draft_sampling: str, found: Collection[str], missing: Mapping[str, Missing]
 ) -> None:
-    """Raise ConfigError where the default drafter, policy or draft sampling does not fit what is at hand.
-
-    `found` are the drafters whose assets were found, `missing` the others, and what they lack.
-    """
+    """Raise ConfigError where the default drafter, policy or draft sampling does not fit the assets found."""
     if drafter in missing:
         lacks = missing[drafter]
         if lacks.unfit is None:
@@ -164,12 +150,9 @@ def check_fits_assets(
 
 
 def select_drafters(drafter: str, has_probs: Mapping[str, bool], policy: Policy) -> tuple[str, ...]:
-    """Return the drafters of a request; the policy chooses among several.
+    """Return the drafters of a request; raise RequestError where the policy can decide about none.
 
     `has_probs` tells of each loaded drafter whether its tokens have probabilities.
-
-    Raises:
-        RequestError: The drafter is not loaded, or the policy cannot decide about it.
     """
     if drafter == "none":
         return ()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from foredraft.arguments import check_fields, option
+from foredraft.arguments import check_fields, declare
 from foredraft.arguments.values import Choice, Flag, Source, Sources, Unfit, Value, Whole
 from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.compatibility import asset_options
@@ -123,48 +123,35 @@ class LoadOptions:
         ConfigError: The value of an option cannot be honoured.
     """
 
-    model: str | Path | None = field(
-        default=None, metadata=option(Value(), elsewhere="path model_path hf_repo -m -hf")
-    )
+    model: str | Path | None = declare(None, Value(), elsewhere="path model_path hf_repo -m -hf")
     _: KW_ONLY
-    drafter: str | None = field(default=None, metadata=option(Choice(names=DRAFTERS)))
-    draft: str | Path | None = field(
-        default=None, metadata=option(Value(), elsewhere="model_draft assistant_model -md")
+    drafter: str | None = declare(None, Choice(names=DRAFTERS))
+    draft: str | Path | None = declare(None, Value(), elsewhere="model_draft assistant_model -md")
+    revision: str | None = declare(None, Value())
+    lora: str | Path | tuple[str | Path, ...] | list[str | Path] = declare(
+        (), Sources("a folder or a hub id, or several"), elsewhere="lora_modules lora_path"
     )
-    revision: str | None = field(default=None, metadata=option(Value()))
-    lora: str | Path | tuple[str | Path, ...] | list[str | Path] = field(
-        default=(),
-        metadata=option(Sources("a folder or a hub id, or several"), elsewhere="lora_modules lora_path"),
-    )
-    draft_revision: str | None = field(default=None, metadata=option(Value()))
-    tokenizer: str | Path | None = field(default=None, metadata=option(Value()))
-    plan: PlanSource | None = field(default=None, metadata=option(Value()))
-    adapter: str | Path | None = field(default=None, metadata=option(Source("the folder of an adapter")))
-    draft_weights: str | None = field(default=None, metadata=option(CODES))
-    recent_texts: int | None = field(default=None, metadata=option(Whole("MiB, 0 or more", most=MAX_MIB)))
-    texts_file: str | Path | None = field(default=None, metadata=option(Source("a file")))
-    policy: str = field(default="auto", metadata=option(Choice(names=POLICIES)))
-    policy_options: Mapping[str, float | str] | None = field(default=None, metadata=option(Value()))
-    max_draft: int | None = field(
-        default=None, metadata=option(_count(", or ", Option("drafter", "none")), elsewhere="draft_max")
-    )
-    draft_sampling: Literal["sampled", "greedy"] = field(
-        default="sampled", metadata=option(Choice(names=("sampled", "greedy")))
-    )
-    dtype: str | torch.dtype | None = field(default=None, metadata=option(Dtype(), elsewhere="torch_dtype"))
-    weights: str | None = field(default=None, metadata=option(CODES))
-    device: str | None = field(default=None, metadata=option(Value()))
-    max_batch: int | None = field(
-        default=None, metadata=option(_count(), elsewhere="max_num_seqs parallel -np")
-    )
-    max_length: int | None = field(
-        default=None, metadata=option(_count(), elsewhere="max_model_len ctx_size -c")
-    )
-    deterministic: bool = field(default=True, metadata=option(Flag()))
-    compile: bool = field(default=False, metadata=option(Flag()))
-    kernels: bool | None = field(default=None, metadata=option(Flag()))
-    threads: int | None = field(default=None, metadata=option(THREADS, elsewhere="-t"))
-    progress: Progress | None = field(default=None, metadata=option(Value()))
+    draft_revision: str | None = declare(None, Value())
+    tokenizer: str | Path | None = declare(None, Value())
+    plan: PlanSource | None = declare(None, Value())
+    adapter: str | Path | None = declare(None, Source("the folder of an adapter"))
+    draft_weights: str | None = declare(None, CODES)
+    recent_texts: int | None = declare(None, Whole("MiB, 0 or more", most=MAX_MIB))
+    texts_file: str | Path | None = declare(None, Source("a file"))
+    policy: str = declare("auto", Choice(names=POLICIES))
+    policy_options: Mapping[str, float | str] | None = declare(None, Value())
+    max_draft: int | None = declare(None, _count(", or ", Option("drafter", "none")), elsewhere="draft_max")
+    draft_sampling: Literal["sampled", "greedy"] = declare("sampled", Choice(names=("sampled", "greedy")))
+    dtype: str | torch.dtype | None = declare(None, Dtype(), elsewhere="torch_dtype")
+    weights: str | None = declare(None, CODES)
+    device: str | None = declare(None, Value())
+    max_batch: int | None = declare(None, _count(), elsewhere="max_num_seqs parallel -np")
+    max_length: int | None = declare(None, _count(), elsewhere="max_model_len ctx_size -c")
+    deterministic: bool = declare(True, Flag())
+    compile: bool = declare(False, Flag())
+    kernels: bool | None = declare(None, Flag())
+    threads: int | None = declare(None, THREADS, elsewhere="-t")
+    progress: Progress | None = declare(None, Value())
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -81,29 +81,19 @@ class RuleKind:
     lossless: bool = True  # the output has exactly the target's distribution
 
 
-def _in(module: str) -> Any:
-    """Import a module of the package and return it."""
-    return import_module(f"foredraft.{module}")
+def _in(module: str, name: str) -> Any:
+    """Import a module of the package and return what it calls so."""
+    return getattr(import_module(f"foredraft.{module}"), name)
 
 
 def _policy(name: str, module: str = "decode.policy") -> Callable[..., Policy]:
     """Return the `make` of a policy class in a module."""
-
-    def make(longest: int, **settings: float | str) -> Policy:
-        made: Policy = getattr(_in(module), name)(longest, **settings)
-        return made
-
-    return make
+    return lambda longest, **settings: _in(module, name)(longest, **settings)
 
 
 def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
     """Return the `asset` of a line: what a module of `drafters` calls so."""
-
-    def asset() -> Asset:
-        found: Asset = getattr(_in(f"drafters.{module}"), name)
-        return found
-
-    return asset
+    return lambda: _in(f"drafters.{module}", name)
 
 
 def _head(summary: str, asset: str) -> DrafterKind:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -89,9 +88,7 @@ class LLM:
         self._open_thread()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def params(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
@@ -331,23 +328,14 @@ class LLM:
             torch.cuda.empty_cache()
 
     def _open_thread(self) -> EngineThread:
-        """Return the engine's thread.
-
-        Raises:
-            RequestError: The model is closed.
-        """
-        thread = self._thread
-        if thread is None:
+        """Return the engine's thread, or raise RequestError where the model is closed."""
+        if self._thread is None:
             raise closed()
-        return thread
+        return self._thread
 
     @property
     def loaded(self) -> Loaded:
-        """The parts, for programs that measure, search, verify or serve; not of the public API.
-
-        Raises:
-            RequestError: The model is closed.
-        """
+        """The parts, for programs that measure, search, verify or serve; not of the public API."""
         if self._loaded is None:
             raise closed()
         return self._loaded
@@ -367,13 +355,7 @@ class LLM:
 
     @property
     def requests(self) -> Requests:
-        """The checks and the defaults of requests, by the current values of the attributes.
-
-        For the same programs as `loaded`; not of the public API.
-
-        Raises:
-            RequestError: The model is closed.
-        """
+        """The checks and the defaults of requests, by the current values; not of the public API."""
         return Requests(
             self.loaded, self.default_drafter, self.max_length, self._ids, self._constraints, self._policies,
             self._stops,

@@ -105,12 +105,7 @@ class Piece:
 
 
 class TextStreamer:
-    """Cuts one sequence into pieces; only between two steps of its engine.
-
-    Args:
-        sequence: The sequence.
-        output: Makes the output of a sequence that has finished.
-    """
+    """Cuts one sequence into pieces, between two steps of its engine."""
 
     def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
         self.sequence, self._output = sequence, output

@@ -339,26 +339,22 @@ class RequestHandle(Request):
         return all(pieces.over for pieces in self.pieces)
 
     def show(self) -> bool:
-        for sample in range(len(self.pieces)):
-            if (piece := self._next(sample)) is not None:
+        for sample, pieces in enumerate(self.pieces):
+            try:
+                piece = pieces.next()
+            except Exception as error:  # a defect there ends that sample, and no other
+                logger.exception("the text of a request cannot be shown; it ends with an error")
+                sequence, pieces.over = pieces.sequence, True
+                self.service.thread.tell(self.service.thread.engine.cancel, [sequence])
+                output = Output(
+                    text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
+                    sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(),
+                    error=message_of(error),
+                )  # fmt: skip
+                piece = Piece(None, [], [], output=output)
+            if piece is not None:
                 self.service.events.append(StreamEvent(self, sample, piece))
         return self.over
-
-    def _next(self, sample: int) -> Piece | None:
-        """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""
-        pieces = self.pieces[sample]
-        try:
-            return pieces.next()
-        except Exception as error:
-            logger.exception("the text of a request cannot be shown; it ends with an error")
-            sequence, pieces.over = pieces.sequence, True
-            self.service.thread.tell(self.service.thread.engine.cancel, [sequence])
-            output = Output(
-                text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
-                sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(),
-                error=message_of(error),
-            )  # fmt: skip
-            return Piece(None, [], [], output=output)
 
     def report(self, progress: Report, done: int, total: int) -> None:
         progress("prefill", done, total)

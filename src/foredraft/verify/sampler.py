@@ -95,10 +95,10 @@ def _mutated_corrections(
         p: Distribution,
         keys: DrawKeys | None,
         noise: Noise,
-        is_coupled: list[bool],
+        rules: list[str],
         *others: Any,
     ) -> AcceptResult:
-        verdict = accept(draft, p, keys, noise, is_coupled, *others)
+        verdict = accept(draft, p, keys, noise, rules, *others)
         if not draft.tokens.shape[1]:
             return verdict
 
@@ -107,7 +107,7 @@ def _mutated_corrections(
             return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
 
         drawn = correction(draft, p, verdict.accepted).draw(pick)[:, 0]
-        unchanged = upload(is_coupled, drawn.device)
+        unchanged = upload([rule == "coupled" for rule in rules], drawn.device)
         return replace(verdict, next_token=torch.where(unchanged, verdict.next_token, drawn))
 
     return defective

@@ -28,20 +28,13 @@ Signal: TypeAlias = Literal["probability", "entropy", "margin"]
 
 
 class Decision(NamedTuple):
-    """One row's draft in a round, as the policy decides it.
+    """One row's draft in a round, as the policy decides it."""
 
-    Attributes:
-        drafter: The drafter's name; None takes a plain step.
-        budget: Tokens to draft at most; 0 takes a plain step.
-        context: Where the text is new to the drafter: how many of the last tokens before the pending one it
-            reads. None reads all that it has not read.
-        siblings: Leaves beside the drafted tokens in the token tree, at most.
-    """
-
-    drafter: str | None
-    budget: int
+    drafter: str | None  # None takes a plain step
+    budget: int  # tokens to draft at most; 0 takes a plain step
+    # Where the text is new to the drafter: so many tokens before the pending one it reads; None reads all
     context: int | None = None
-    siblings: int = 0
+    siblings: int = 0  # leaves beside the drafted tokens in the token tree, at most
 
 
 PLAIN = Decision(None, 0)
@@ -49,46 +42,30 @@ PLAIN = Decision(None, 0)
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The drafters that one row may use in a round.
-
-    Attributes:
-        sequence: The row's sequence.
-        limits: Drafter -> tokens that it may draft at most, 1 or more, in the order of the request.
-        unread: Drafter -> tokens before the pending one that it has not read.
-        confidence: Drafter -> confidence in its next proposal, where it can tell (`Drafter.peek`).
-        late: Drafters to which the text is new and for which it may begin late.
-        trees: Drafters whose drafts may be token trees, with siblings.
-        idle: The row is in prefill, or paused. It has no candidates, but it counts in the batch, where it
-            soon decodes.
-    """
+    """The drafters that one row may use in a round."""
 
     sequence: Sequence
-    limits: dict[str, int]
-    unread: dict[str, int] = field(default_factory=dict)
-    confidence: dict[str, float] = field(default_factory=dict)
-    late: set[str] = field(default_factory=set)
-    trees: set[str] = field(default_factory=set)
-    idle: bool = False
+    limits: dict[str, int]  # drafter -> tokens that it may draft at most, 1 or more, in the request's order
+    unread: dict[str, int] = field(default_factory=dict)  # tokens before the pending one that it has not read
+    confidence: dict[str, float] = field(default_factory=dict)  # in its next proposal, from `Drafter.peek`
+    late: set[str] = field(default_factory=set)  # to which the text is new, and for which it may begin late
+    trees: set[str] = field(default_factory=set)  # whose drafts may be token trees, with siblings
+    idle: bool = False  # in prefill, or paused: no candidates, but it counts in the batch, as it soon decodes
 
 
 class Policy:
-    """Base class: drafts `budget` tokens by the first candidate of each row, and learns nothing.
+    """Base class: drafts `budget` tokens by the first candidate of each row, and learns nothing."""
 
-    Attributes:
-        name: As users name it.
-        max_draft: Longest draft, in tokens.
-        siblings: Leaves beside the drafted tokens in each token tree.
-        stops_by_content: `may_draw` and `go_on` are called. Each call costs a [B]-sized read of the device.
-        target_signal: Which confidence of the target `learn` receives; None spares its computation.
-        uses_costs: The policy chooses among drafters by their cost. A drafter then reads a text only once it
-            is chosen, and `Candidates` tell what it has not read and how confident it is.
-    """
-
-    name: str
-    max_draft: int
-    siblings: int = 0
+    name: str  # as users name it
+    max_draft: int  # longest draft, in tokens
+    siblings: int = 0  # leaves beside the drafted tokens in each token tree
+    # `may_draw` and `go_on` are called. Each call costs a [B]-sized read of the device.
     stops_by_content: bool = False
-    target_signal: Signal | None = None
+    target_signal: Signal | None = (
+        None  # which confidence of the target `learn` gets; None spares computing it
+    )
+    # The policy chooses among drafters by their cost. A drafter then reads a text only once it is chosen, and
+    # `Candidates` tell what it has not read and how confident it is.
     uses_costs: bool = False
 
     def of(self, sequence: Sequence) -> Policy:
@@ -115,16 +92,10 @@ class Policy:
     def may_draw(
         self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
     ) -> Tensor | None:
-        """Before the token at `position` of every draft is drawn: may it be?
+        """Return in which rows [B] the token at `position` may be drawn, else the place is the target's.
 
-        Args:
-            sequences: [B].
-            position: From 0.
-            q: The drafter's distributions [B, 1, V] after the sampling transforms.
-            logits: The drafter's own, [B, 1, V] float32.
-
-        Returns:
-            [B] bool, where False leaves the place to the target; None is yes for all rows.
+        q are the drafter's distributions [B, 1, V] after the sampling transforms, `logits` its own. None is
+        yes for all rows.
         """
         return None
 
@@ -135,9 +106,9 @@ class Policy:
         return None
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
-        """Learn from one row's round after its commit; confidence: the target's, as `target_signal` names it.
+        """Learn from the round of a row that decodes, after its commit, if `decide` was called.
 
-        Called for every row that decodes, in rounds in which `decide` was called.
+        `confidence` is the target's, as `target_signal` names it.
         """
 
     def took(self, seconds: float) -> None:

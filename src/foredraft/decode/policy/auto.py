@@ -1,9 +1,9 @@
 """The default policy: for the batch, the drafters and drafts that maximise tokens per millisecond.
 
-Costs come from a `CostTable`, which a `LatencyCorrection` adapts to what rounds took; acceptance from
+Costs come from a `CostTable`, which a `CorrectedTable` adapts to what rounds took; acceptance from
 running estimates: a request's own, with the drafter's pooled estimate as its prior (`budgets` has the
 equations). A decision of the batch stands for some rounds. A drafter that does not pay is tried again after
-exponentially more rounds, and one cap bounds what drafting may cost a request (`LossAccount`).
+exponentially more rounds, and one cap bounds what drafting may cost a request (`RequestState.left`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from foredraft.decode.policy.cost_table import (
     TEXT,
     CorrectedTable,
     CostTable,
-    LatencyCorrection,
     TimedRound,
     round_ms,
     steps_of,
@@ -49,23 +48,6 @@ READ_SHARE = 0.04  # share of the rest of the request that a draft model known t
 # A drafter, and its confidence in what it proposes: acceptance is estimated for each pair.
 Source: TypeAlias = tuple[str, float | None]
 Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made for
-
-
-@dataclass(slots=True)
-class LossAccount:
-    """The loss of one request by drafting, in ms of the cost table, against plain decoding; below 0 a gain.
-
-    A round loses its cost less a plain step for each token emitted, and less what a smaller batch saves
-    earlier.
-    """
-
-    credit: float = 0.0  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
-    spent: float = 0.0  # cost of the request's rounds
-    lost: float = 0.0  # loss in them
-
-    def left(self, plain: float) -> float:
-        """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
-        return LOSS_STEPS * plain + self.credit + LOSS_SHARE * self.spent - self.lost
 
 
 @dataclass(slots=True)
@@ -116,11 +98,23 @@ class Estimate:
 
 @dataclass(slots=True)
 class RequestState:
-    loss: LossAccount
+    """What the policy knows of one request.
+
+    A round loses, in ms of the cost table, its cost less a plain step for each token emitted, and less what a
+    smaller batch saves earlier; below 0 it gains.
+    """
+
+    credit: float  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
+    spent: float = 0.0  # cost of the request's rounds
+    lost: float = 0.0  # loss in them
     estimates: dict[Source, Estimate] = field(default_factory=dict)
     held: dict[Key, HeldDecision] = field(default_factory=dict)
     last: HeldDecision | None = None  # decision of the last round
     batch: int = 1  # rows when it was decided last
+
+    def left(self, plain: float) -> float:
+        """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
+        return LOSS_STEPS * plain + self.credit + LOSS_SHARE * self.spent - self.lost
 
 
 class Auto(Policy):
@@ -150,23 +144,23 @@ class Auto(Policy):
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
         """Decide by these costs of greedy and of sampled rounds; not called while a sequence has a row."""
         self.greedy, self.sampled, self.measured = greedy, sampled or greedy, True
-        self._corrections: dict[tuple[bool, int], LatencyCorrection] = {}
+        self._tables: dict[tuple[bool, int], CorrectedTable] = {}  # by (draws, size of the batch)
         self.table = self._costs(draws=False, batch=1)
 
     def start(self) -> RequestState:
-        return RequestState(LossAccount(self._gained))
+        return RequestState(self._gained)
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
         draws = any(row.sequence.params.temperature > 0 for row in rows)
         self.table = self._costs(draws, len(rows))
         self._rows, self._reads = sum(not row.idle for row in rows), []
-        if self.table.correction.wants_plain:
+        if self.table.wants_plain:
             for row in rows:
                 _state(row).last = None
             return [PLAIN] * len(rows)
         plain = self.table.plain(len(rows))
-        left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
+        left = min(_state(row).left(plain) for row in rows if not row.idle)
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
         standing = [_standing(row, key, left) for row, key in zip(rows, keys, strict=True)]
         if not all(standing):
@@ -186,7 +180,7 @@ class Auto(Policy):
         self._round.append((state, outcome))
 
     def took(self, seconds: float) -> None:
-        drafted, base = [_draft_of(each) for _, each in self._round], self.table.base_table
+        drafted, base = [_draft_of(each) for _, each in self._round], self.table.base
         names = {name for name, *_ in drafted if name is not None}
         # beside a drafter whose steps take time, guesses are columns of the pass as its own tokens are
         judged = {name for name in names if base.draft(name, len(drafted), 1)} or names
@@ -203,7 +197,7 @@ class Auto(Policy):
             judged_ms = ms - round_ms(base, [(None, tokens, siblings) for _, tokens, siblings in drafted])
             guesses = [(name, steps) for name, steps in steps_of(drafted).items() if name != drafter]
             ms += sum(self.table.draft(name, len(drafted), steps) for name, steps in guesses)
-        self.table.correction.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
+        self.table.learn(drafter, TimedRound(1e3 * seconds / ms, judged_ms / ms), reads)
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
@@ -217,8 +211,8 @@ class Auto(Policy):
 
     def _costs(self, draws: bool, batch: int) -> CorrectedTable:
         """Return the costs of a batch, as far as the correction has seen batches of about that size."""
-        correction = self._corrections.setdefault((draws, batch.bit_length()), LatencyCorrection())
-        return CorrectedTable(self.sampled if draws else self.greedy, correction)
+        base = self.sampled if draws else self.greedy
+        return self._tables.setdefault((draws, batch.bit_length()), CorrectedTable(base))
 
     def _within(self, row: Candidates, key: Key) -> Decision:
         """Return the row's decision, cut to what the row may draft now."""
@@ -329,14 +323,14 @@ class Auto(Policy):
                 break
         if tried is None:
             return 0
-        return 1 + LEAST if self.table.correction.misses(tried) else 1
+        return 1 + LEAST if self.table.misses(tried) else 1
 
     def _may_pay(self, row: Candidates, name: str) -> bool:
         """Return whether a drafter would pay if it were always right, or has long waited to be timed."""
         certain = Candidate(name, (1.0,) * min(row.limits[name], self.max_draft))
         if best_length(self.table, 1, certain)[1].budget:
             return True
-        return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.correction.misses(name)
+        return self._estimate(row, name).pooled.waited >= TIMED_AFTER and self.table.misses(name)
 
     def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
         """Return what a row loses in a round of these choices, in ms, if it gains nothing."""
@@ -393,8 +387,8 @@ class Auto(Policy):
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
         for (state, _), tokens in zip(self._round, emitted, strict=True):
             ahead = sum(max(0, others - tokens) for others in emitted)
-            state.loss.spent += ms
-            state.loss.lost += ms - plain * tokens - smaller * ahead
+            state.spent += ms
+            state.lost += ms - plain * tokens - smaller * ahead
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         for pooled in self._pool.values():
             pooled.waited += 1
@@ -408,10 +402,7 @@ def _draft_of(outcome: Round) -> tuple[str | None, int, int]:
 
 def _rule_of(sequence: Sequence) -> str:
     """Return the rule that judges a sequence's drafts: each accepts another share of the same drafts."""
-    params = sequence.params
-    if params.temperature == 0:
-        return "greedy"
-    return "coupled" if params.is_coupled else params.acceptance or "speculative"
+    return "greedy" if sequence.params.greedy else sequence.params.rule
 
 
 def _state(row: Candidates) -> RequestState:

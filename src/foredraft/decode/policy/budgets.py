@@ -170,9 +170,10 @@ def best_budgets(table: Costs, rows: Seq[Candidate | None], others: Others = NON
     for row in rows:
         if row is not None:
             deepest[row.drafter] = max(deepest.get(row.drafter, 0), len(row.survival))
+    places = {name: place for place, name in enumerate(deepest)}
     # (less what it emits, depth, whether it is a sibling, row, drafter): a draft's token before its sibling
     tokens = [
-        (-chance, depth, sibling, at, row.drafter)
+        (-chance, depth, sibling, at, places[row.drafter])
         for at, row in enumerate(rows)
         if row is not None
         for sibling, chances in enumerate((row.survival, row.gains))
@@ -182,9 +183,7 @@ def best_budgets(table: Costs, rows: Seq[Candidate | None], others: Others = NON
         return [TreeShape(0)] * len(rows)
     tokens.sort()
     chance = -np.array([token[0] for token in tokens])
-    depth, sibling, owner = (np.array([token[field] for token in tokens]) for field in (1, 2, 3))
-    places = {drafter: place for place, drafter in enumerate(deepest)}
-    drafter = np.array([places[token[4]] for token in tokens])
+    depth, sibling, owner, drafter = (np.array([token[field] for token in tokens]) for field in range(1, 5))
     depths, drafting = _drafting(table, batch, deepest, others)
     columns, tree_ms = batch + others.columns, table.tree(batch)
     passes = np.array([table.verify(batch, columns + more) for more in range(len(tokens) + 1)])

@@ -1,4 +1,4 @@
-"""CostTable: what a round costs on this machine; and LatencyCorrection, how real rounds differ from it.
+"""CostTable: what a round costs on this machine; and CorrectedTable, which follows how real rounds differ.
 
 Only ratios decide, so drafting rounds are held against plain rounds under the same load:
 
@@ -214,10 +214,12 @@ class DrafterPace:
         self.window.begin(faded._replace(ratio=faded.ratio * plain.ratio))
 
 
-class LatencyCorrection:
-    """What rounds take at one cost table and one size of batch. Time is counted in rounds."""
+class CorrectedTable:
+    """A cost table, corrected by what rounds take in batches of about one size. Time is counted in rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: CostTable) -> None:
+        self.base = base
+        self.verify, self.plain, self.tree = base.verify, base.plain, base.tree
         self._now = 0
         self._plain = Window()
         self._paces: dict[tuple[str, bool], DrafterPace] = {}  # by (drafter, whether it reads a text)
@@ -272,35 +274,27 @@ class LatencyCorrection:
             self._checking, self._drafting = LEAST, 0
             self._check = min(2 * self._check, LAST_CHECK)
 
-
-class CorrectedTable:
-    """A cost table in which rounds that draft, or read a text first, cost what the correction found."""
-
-    def __init__(self, table: CostTable, correction: LatencyCorrection) -> None:
-        self.base_table, self.correction = table, correction
-        self.verify, self.plain, self.tree = table.verify, table.plain, table.tree
-
     def draft(self, drafter: str, batch: int, steps: int) -> float:
         """Return the cost of draft steps; below 0 where rounds are cheaper than the table's passes."""
         if not steps:
             return 0.0
-        return self._corrected(self.correction.found(drafter), drafter, batch, steps)
+        return self._corrected(self.found(drafter), drafter, batch, steps)
 
     def drafts_up_to(self, drafter: str, batch: int, steps: int) -> list[float]:
-        found = self.correction.found(drafter)
+        found = self.found(drafter)
         if found is NOTHING:
-            return self.base_table.drafts_up_to(drafter, batch, steps)
+            return self.base.drafts_up_to(drafter, batch, steps)
         return [self._corrected(found, drafter, batch, count) for count in range(1, steps + 1)]
 
     def _corrected(self, found: TimedRound, drafter: str, batch: int, steps: int) -> float:
-        base_ms = self.base_table.draft(drafter, batch, steps)
+        base_ms = self.base.draft(drafter, batch, steps)
         if found.of_part is not None:
             return base_ms * found.of_part
         return base_ms + (found.ratio - 1) * (base_ms + self.verify(batch, batch + steps))
 
     def read(self, drafter: str, tokens: int) -> float:
-        factor = self.correction.found(drafter, reads=tokens >= TEXT).of_part
-        return self.base_table.read(drafter, tokens) * (1.0 if factor is None else factor)
+        factor = self.found(drafter, reads=tokens >= TEXT).of_part
+        return self.base.read(drafter, tokens) * (1.0 if factor is None else factor)
 
 
 Costs: TypeAlias = CostTable | CorrectedTable
