@@ -18,7 +18,7 @@ from foredraft import ConfigError, loading
 from foredraft.kernels.compilation import library
 from foredraft.loading import machine_limits as memory
 from foredraft.loading import runners as devices
-from foredraft.model import source, weights
+from foredraft.model import source
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner.compiled import packs
 from foredraft.model.runner.native import NativeCodes, unserved_because
@@ -176,7 +176,6 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     folder = checkpoints.save_variant(tmp_path, variant)
     spec, native = ModelSpec.from_folder(folder), layout == "native"
     if layout != "packed":
-        monkeypatch.setattr(weights, "packs", lambda device, dtype: False)
         monkeypatch.setattr("foredraft.model.runner.compiled.packs", lambda device, dtype: False)
     served = not native or unserved_because(spec, CPU, dtype) is None
     if not (packs(CPU, dtype) if layout == "packed" else served):

@@ -19,9 +19,9 @@ from foredraft.kernels.compilation import level_in_use
 from foredraft.model import decoder as decoder_module
 from foredraft.model.attention import PassInputs
 from foredraft.model.layers import Linear, product
-from foredraft.model.runner import Forward, InvariantShapes, Resume, Runner, compiled
+from foredraft.model.runner import Forward, Resume, Runner, compiled
 from foredraft.model.runner.compiled import PackedLinear, pack
-from foredraft.model.runner.invariant_shapes import ANY_SHAPE, fallback
+from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, fallback
 from foredraft.model.runner.torch_backend import COSTS, RaggedRule, TorchBackend
 from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder

@@ -18,13 +18,18 @@ from foredraft import loading
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model import attention
-from foredraft.model import weights as weights_module
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear, Product, RowSpan, product
-from foredraft.model.runner import InvariantShapes, Runner
+from foredraft.model.runner import Runner, compiled, shape_cache
 from foredraft.model.runner import invariant_shapes as shapes_module
 from foredraft.model.runner.compiled import PackedLinear, _packed, pack
-from foredraft.model.runner.invariant_shapes import ANY_SHAPE, FALLBACK, find_shapes, probe_shapes
+from foredraft.model.runner.invariant_shapes import (
+    ANY_SHAPE,
+    FALLBACK,
+    InvariantShapes,
+    find_shapes,
+    probe_shapes,
+)
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
@@ -176,9 +181,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    for module in (weights_module, shapes_module):
+    for module in (compiled, shapes_module):
         monkeypatch.setattr(module, "pack", FussyLinear)
-    monkeypatch.setattr(weights_module, "packs", lambda *_: False)
+    monkeypatch.setattr(compiled, "packs", lambda *_: False)
     return load_decoder(save_checkpoint(tmp_path))
 
 
@@ -350,7 +355,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     library()  # the kernels come from the cache of all tests
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(loading.runners, "probe_shapes", watching)
+    monkeypatch.setattr(shape_cache, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
@@ -366,7 +371,7 @@ def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     folder = save_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**6}))
-    monkeypatch.setattr(loading.runners, "probe_shapes", lambda *_: pytest.fail("probed"))
+    monkeypatch.setattr(shape_cache, "probe_shapes", lambda *_: pytest.fail("probed"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
 

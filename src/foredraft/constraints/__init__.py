@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, ThinkingTokens, mask_of
 from foredraft.decode.constraint import SIMPLER, Constraint, Guarded
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.thinking import ThinkingMarkers
@@ -21,6 +20,7 @@ from foredraft.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from foredraft.constraints.banned import Bans
+    from foredraft.constraints.combined import ThinkingTokens
     from foredraft.constraints.grammar import Grammars
 
 __all__ = ["ConstraintFactory"]
@@ -61,6 +61,10 @@ class ConstraintFactory:
         Each request compiles its grammar: matchers of one share a lexer, whose states one request may use up.
         """
         ids, ends = params.allowed_token_ids, params.ends(self._ends)
+        if ids is None and params.text_grammar is None and not params.ban:
+            return lambda: None
+        from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, mask_of
+
         made: dict[str, Callable[[], Constraint]] = {}
         waits: ThinkingTokens | None = None
         with self._making:
@@ -74,8 +78,6 @@ class ConstraintFactory:
         if ids is not None:
             mask = mask_of(ids, self._vocabulary)
             made["allowed_token_ids"] = lambda: AllowedTokens(mask)
-        if not made:
-            return lambda: None
         grammar = "" if params.text_grammar is None else params.text_grammar[0]
 
         def make(waits: ThinkingTokens | None = waits) -> Guarded:
@@ -95,6 +97,8 @@ class ConstraintFactory:
         return make
 
     def _make_thinking_tokens(self, markers: tuple[str, str]) -> ThinkingTokens:
+        from foredraft.constraints.combined import ThinkingTokens
+
         texts = self._codec.table(self._vocabulary)
         for id, marker in self._tokenizer.special_ids(markers).items():
             if id < self._vocabulary:

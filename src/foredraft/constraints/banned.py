@@ -42,23 +42,14 @@ class BanList:
 
     def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
         self.phrases, self.table = phrases, table
-        self._moves: dict[tuple[PhraseState, int, bool], Move] = {}
+        self.read = lru_cache(KEPT_MOVES)(self._move)
 
     @cached_property
     def masks(self) -> TokenMasks:
         return TokenMasks(self.phrases, self.table)
 
-    def read(self, state: PhraseState, token: int, last: bool = False) -> Move:
+    def _move(self, state: PhraseState, token: int, last: bool = False) -> Move:
         """Return the move of a token; last: the text ends with it."""
-        key = state, token, last
-        move = self._moves.get(key)
-        if move is None:
-            if len(self._moves) >= KEPT_MOVES:
-                self._moves.clear()
-            move = self._moves[key] = self._move(*key)
-        return move
-
-    def _move(self, state: PhraseState, token: int, last: bool) -> Move:
         phrases, (node, begun) = self.phrases, state
         text = self.table.texts[token]
         symbols, pending = phrases.decoded(begun, text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class ThinkingTokens:
     def __init__(self, texts: Sequence[bytes], opens: str, closes: str, ends: Collection[int]) -> None:
         self._texts, self._ends = texts, list(ends)
         self._opens, self._closes = opens.encode(), closes.encode()
-        self._masks: dict[ThinkingPlace, Tensor] = {}
+        # the tokens that may follow before the content, [V] bool; the caller does not write to it
+        self.mask = cache(self._made)
 
     def after(self, place: ThinkingPlace, token: int) -> ThinkingPlace | None:
         """Return where a text stands after a token; one of no marker and no thinking begins the content."""
@@ -86,13 +88,6 @@ class ThinkingTokens:
         begun = range(len(self._closes) - 1, 0, -1)
         read = next((count for count in begun if before.endswith(self._closes[:count])), 0)
         return ThinkingPlace(Phase.THINKING, read)
-
-    def mask(self, place: ThinkingPlace) -> Tensor:
-        """Return the tokens that may follow before the content, [V] bool; the caller does not write to it."""
-        mask = self._masks.get(place)
-        if mask is None:
-            mask = self._masks[place] = self._made(place)
-        return mask
 
     def _made(self, place: ThinkingPlace) -> Tensor:
         thinks = place.phase is Phase.THINKING

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import kernel
 from foredraft.workers import own_threads
 
 # Argument types of the C functions foredraft_<name>, in their order.
@@ -51,12 +51,8 @@ class KernelVocabOps:
     """The C implementation of `decode.vocab_ops.VocabOps`; MemoryError where a kernel gets no work memory."""
 
     def __init__(self) -> None:
-        kernels = library()
-        assert kernels is not None
-        self._call = {
-            name: declare(getattr(kernels, f"foredraft_{name}"), types, allocates=name in ALLOCATING)
-            for name, types in SIGNATURES.items()
-        }
+        signatures = SIGNATURES.items()
+        self._call = {name: kernel(name, *types, allocates=name in ALLOCATING) for name, types in signatures}
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)

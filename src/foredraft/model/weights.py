@@ -44,7 +44,6 @@ from foredraft.model.layers import (
     RowSource,
 )
 from foredraft.model.quantisation import CodeFormat, Codes, quantise
-from foredraft.model.runner.compiled import pack, packs
 from foredraft.model.runner.native import (
     NativeCodes,
     coded_bytes,
@@ -241,6 +240,14 @@ def build_norm(spec: ModelSpec, tensors: TensorSource) -> Norm:
     return _Builder(spec, tensors, pack=False).norm(LAST_NORM)
 
 
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu":
+        return False
+    from foredraft.model.runner.compiled import packs  # which the kernels do without
+
+    return packs(device, dtype)
+
+
 class _Builder:
     def __init__(
         self,
@@ -253,7 +260,7 @@ class _Builder:
     ) -> None:
         self.spec, self.tensors, self.native, self.bits = spec, tensors, native, bits
         # linear layers copy their weight
-        self.packs = native or (pack and packs(tensors.device, tensors.dtype))
+        self.packs = native or (pack and _packs(tensors.device, tensors.dtype))
         self.arena = Arena()
         self.kept: KeptWeights | None = None
         self.channels, self.qkv_order = channel_order(spec), qkv_order(spec)
@@ -343,7 +350,11 @@ class _Builder:
             weight = codes.expand(weight.dtype)
         if self.native and not weight.is_meta:
             return pack_native(weight, bias, self.arena)
-        return pack(weight, bias) if self.packs else Linear(weight, bias)
+        if not self.packs or weight.is_meta:
+            return Linear(weight, bias)
+        from foredraft.model.runner.compiled import pack
+
+        return pack(weight, bias)
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         prefix = f"{LAYERS}.{index}"

@@ -104,8 +104,6 @@ ONE_SHAPE = "every pass uses one fixed shape"  # what FALLBACK means, for the lo
 
 # any shape, without a promise about bits
 ANY_SHAPE = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
-# for the C kernels, which are batch-invariant at any shape
-KERNEL_SHAPES = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
 # one shape for every pass: libraries then choose the same kernels for all
 FALLBACK = InvariantShapes(
     query_buckets=(REFERENCE,),

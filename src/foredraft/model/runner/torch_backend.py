@@ -30,7 +30,16 @@ from foredraft.model.rope import Rope
 from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, find_shapes
-from foredraft.model.runner.passes import DraftInputs, DraftSampler, DrawnToken, Forward, FusedDraft, Pass
+from foredraft.model.runner.passes import (
+    CHUNK,
+    MAX_QUERIES,
+    DraftInputs,
+    DraftSampler,
+    DrawnToken,
+    Forward,
+    FusedDraft,
+    Pass,
+)
 from foredraft.model.spec import ModelSpec, Plan
 
 FIRST: Final = 2  # columns of the first step: after a draft that was accepted whole, it reads two tokens
@@ -151,7 +160,6 @@ class RaggedRule:
 COSTS = {"cpu": (8, 2**23), "cuda": (256, 2**32)}
 
 
-CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 PREFILL_BUCKETS = (8, 16, 32, 64, 128, CHUNK)  # columns that a prefill pass is padded to
 
 
@@ -172,6 +180,7 @@ class TorchBackend:
         if shapes is None:
             shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
         self.shapes, self._prefill_shapes = shapes, shapes.for_prefill(PREFILL_BUCKETS)
+        self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
         self.gathers: bool | None = None  # None: where it pays
         # the captured CUDA graphs; None: passes are not captured
         self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
-from foredraft.kernels.compilation import declare, level_in_use, library
+from foredraft.kernels.compilation import kernel, level_in_use
 from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
@@ -28,7 +28,6 @@ from foredraft.model.decoder import Layer
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
     ACTIVATIONS,
@@ -45,7 +44,7 @@ from foredraft.model.runner.native.structs import (
     norm_struct,
     pass_struct,
 )
-from foredraft.model.runner.passes import DraftInputs, Forward, FusedDraft, Pass
+from foredraft.model.runner.passes import MAX_QUERIES, DraftInputs, Forward, FusedDraft, Pass
 from foredraft.model.spec import ModelSpec, Plan
 from foredraft.workers import own_threads
 
@@ -99,7 +98,7 @@ class NativeBackend:
     native = True
     fuses = True
     takes_leaves = True
-    shapes = KERNEL_SHAPES  # any, because no sum has another order at another shape
+    shapes, max_queries = None, MAX_QUERIES  # any, because no sum has another order at another shape
 
     @classmethod
     def of(cls, decoder: Weights, pairs: PairInputs | None = None) -> NativeBackend | None:
@@ -110,8 +109,7 @@ class NativeBackend:
         return cls(decoder, pairs) if packed and widest <= MAX_HEAD_DIM else None
 
     def __init__(self, decoder: Weights, pairs: PairInputs | None = None) -> None:
-        spec, kernels = decoder.spec, library()
-        assert kernels is not None
+        spec = decoder.spec
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
         self.ropes = list(spec.ropes)
@@ -150,7 +148,7 @@ class NativeBackend:
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
         self._forward, self._make_inputs, self._head, self._norms, self._draft = (
-            declare(getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}"), types, allocates=allocates)
+            kernel(name + suffix(decoder.dtype), *types, allocates=allocates)
             for name, (types, allocates) in SIGNATURES.items()
         )
 

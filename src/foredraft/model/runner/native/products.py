@@ -8,16 +8,15 @@ share a scale, and the sum is scaled in float32.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import kernel, library
 from foredraft.kernels.pool import Arena
 from foredraft.kernels.vocab import pointer
 from foredraft.model.layers import Product, RowSource
@@ -28,7 +27,6 @@ from foredraft.model.quantisation.codes import (
     SUPER,
     CodeFormat,
     Codes,
-    codebook_values,
     quantise,
 )
 from foredraft.model.quantisation.scheme import ActivationFormat
@@ -105,7 +103,8 @@ def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None)
     shape = ((rows + missing) // BLOCK, columns, BLOCK)
     packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
     words = columns // WORD[weight.dtype]
-    _pack()(weight.data_ptr(), rows, words, weight.dtype == torch.float16, packed.data_ptr(), own_threads())
+    pack = kernel("pack", c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
+    pack(weight.data_ptr(), rows, words, weight.dtype == torch.float16, packed.data_ptr(), own_threads())
     return NativeLinear(packed, (rows, columns), padded_bias(bias))
 
 
@@ -125,7 +124,7 @@ def room_of(columns: int, dtype: torch.dtype) -> int:
 
 def multiplies_integers(dtype: torch.dtype) -> bool:
     """Return whether products of this dtype with codes multiply integers (`integer_inputs`) here."""
-    return bool(getattr(kernels(), f"foredraft_integers{suffix(dtype)}")())
+    return bool(getattr(library(), f"foredraft_integers{suffix(dtype)}")())
 
 
 def multiply(linear: CLinear, x: Tensor) -> Tensor:
@@ -137,14 +136,16 @@ def multiply(linear: CLinear, x: Tensor) -> Tensor:
     rows = x.numel() // linear.k
     room = x.new_empty(rows * room_of(linear.k, x.dtype))
     ends = out.data_ptr(), room.data_ptr(), own_threads()
-    _product(x.dtype)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
+    types = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
+    kernel(f"product{suffix(x.dtype)}", *types)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
     return out
 
 
 def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, linear.k, dtype=dtype)
-    _rows(dtype)(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
+    read = kernel(f"rows{suffix(dtype)}", c_void_p, c_void_p, c_int64, c_void_p)
+    read(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
     return out
 
 
@@ -161,33 +162,8 @@ def linear_struct(
     return CLinear(weight.data_ptr(), pointer(bias), *shape, code_format, rounding, pointer(order))
 
 
-@functools.cache
-def _pack() -> Any:
-    return declare(kernels().foredraft_pack, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int))
-
-
-@functools.cache
-def _rows(dtype: torch.dtype) -> Any:
-    rows = getattr(kernels(), f"foredraft_rows{suffix(dtype)}")
-    return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p))
-
-
-@functools.cache
-def _product(dtype: torch.dtype) -> Any:
-    product = getattr(kernels(), f"foredraft_product{suffix(dtype)}")
-    return declare(product, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
-
-
-def kernels() -> ctypes.CDLL:
-    """Return the library of the kernels, which is there where weights are packed."""
-    found = library()
-    assert found is not None, "weights are packed only where the kernels are available"
-    return found
-
-
 # numbers of the dtypes of scales in kernels.c; int8 are nested ones
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code -> those of each plane
 
 
 class CCodes(ctypes.Structure):
@@ -220,48 +196,8 @@ class NativeCodes:
         code_format = _code_format_struct(self.code_format, self.scale)
         return linear_struct(self.weight, self.bias, self.shape, code_format, self.inputs, self.order)
 
-    def codes(self) -> Codes:
-        (rows, columns), code_format = self.shape, self.code_format
-        steps_bytes, group_bytes = _step_bytes(code_format), _group_bytes(code_format, self.scale)
-        blocks = -(-rows // BLOCK)
-        supers = self.weight.view(blocks, columns // (SUPER if code_format.nested else GROUP), -1)
-        steps = supers[..., :steps_bytes].contiguous().view(torch.float16)
-        groups = supers[..., steps_bytes:].reshape(blocks, columns // GROUP, group_bytes)
-        planes = PLANES[code_format.bits]
-        scale_bytes = BLOCK * GROUP // code_format.group * self.scale.itemsize
-        sizes = (scale_bytes, scale_bytes * code_format.offsets, BLOCK * code_format.zeros)
-        all_sizes = [*sizes, *(GROUP * BLOCK * bits // 8 for bits in planes)]
-        scales, offsets, zeros, *parts = torch.split_with_sizes(groups, all_sizes, -1)
-        if code_format.bits == 8:
-            halves = parts[0].contiguous().view(torch.int8)
-        else:
-            halves, below = _numbers(parts[0], planes[0]), planes[0]
-            if len(planes) > 1:
-                halves = halves | _numbers(parts[1], planes[1]) << below
-            if code_format.codebook is not None:
-                halves = codebook_values(code_format.codebook, halves)
-            else:
-                halves = halves + code_format.lowest
-        # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
-        words = halves.to(torch.int8).view(blocks, columns // GROUP, GROUP // 2, 2, BLOCK // 2, 2)
-        words = words.permute(0, 3, 4, 1, 2, 5)
-        if code_format.zeros:  # relative to the middle, which was subtracted
-            shifts = (zeros.to(torch.int8) - 8).view(blocks, -1, 2, BLOCK // 2)
-            words = words + shifts.permute(0, 2, 3, 1)[..., None, None]
-        found = words.reshape(-1, columns)[:rows]
-        return Codes(
-            found.view(torch.float8_e4m3fn) if code_format.float8 else found,
-            _by_row(scales.contiguous().view(self.scale), rows),
-            code_format.group,
-            code_format,
-            _by_row(steps[..., :BLOCK], rows) if code_format.nested else None,
-            _by_row(offsets.contiguous().view(self.scale), rows) if code_format.offsets else None,
-            _by_row(steps[..., BLOCK:], rows) if code_format.offsets and code_format.nested else None,
-            order=self.order,
-        )
-
     def dense(self) -> Tensor:
-        return self.codes().expand(self.dtype)
+        return self.rows(torch.arange(self.shape[0]))
 
 
 NativeProduct: TypeAlias = NativeLinear | NativeCodes  # a linear layer that the kernels run
@@ -269,19 +205,6 @@ NativeProduct: TypeAlias = NativeLinear | NativeCodes  # a linear layer that the
 
 def is_native(product: Product | RowSource) -> TypeGuard[NativeProduct]:
     return isinstance(product, NativeLinear | NativeCodes)
-
-
-def _numbers(packed: Tensor, bits: int) -> Tensor:
-    """Return the numbers [..., halves, 32] of 16-bit lanes [..., bytes], the lowest bits first."""
-    lanes = packed.contiguous().view(torch.int16).to(torch.int32).view(*packed.shape[:-1], -1, BLOCK)
-    shifted = [lanes >> (bits * t) & 2**bits - 1 for t in range(16 // bits)]
-    return torch.stack(shifted, -2).flatten(-3, -2)
-
-
-def _by_row(packed: Tensor, rows: int) -> Tensor:
-    """Return [rows, groups * numbers] of [blocks, groups, numbers * 32]."""
-    blocks, groups, _ = packed.shape
-    return packed.reshape(blocks, groups, -1, BLOCK).permute(0, 3, 1, 2).reshape(blocks * BLOCK, -1)[:rows]
 
 
 def coded_bytes(rows: int, columns: int, code_format: CodeFormat, scale: torch.dtype = torch.bfloat16) -> int:
@@ -338,7 +261,8 @@ def _put(piece: Codes, code_format: CodeFormat, packed: Tensor) -> None:
     kept = [None if part is None else part.contiguous() for part in parts]
     weight, described = CCodes(*map(pointer, kept)), _code_format_struct(code_format, piece.scales.dtype)
     ends = ctypes.addressof(described), packed.data_ptr(), own_threads()
-    _pack_kernel()(ctypes.addressof(weight), *piece.shape, *ends)
+    pack = kernel("pack_codes", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int)
+    pack(ctypes.addressof(weight), *piece.shape, *ends)
 
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:
@@ -356,8 +280,3 @@ def _code_format_struct(code_format: CodeFormat, scale: torch.dtype) -> CCodeFor
     book = 0 if code_format.codebook is None else 1 + [*CODEBOOKS].index(code_format.codebook)
     flags = code_format.zeros, code_format.offsets, code_format.float8
     return CCodeFormat(code_format.bits, SCALES[scale], code_format.group, code_format.lowest, *flags, book)
-
-
-@functools.cache
-def _pack_kernel() -> Any:
-    return declare(kernels().foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))
