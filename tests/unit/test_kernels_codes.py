@@ -10,18 +10,26 @@ from torch import Tensor
 
 from foredraft.kernels.compilation import library
 from foredraft.kernels.pool import Arena
-from foredraft.model.quantisation import BITS, CodeFormat, Codes, quantise
-from foredraft.model.quantisation.codes import MOST, SUPER, codebook_values, define
+from foredraft.model.quantisation.codes import (
+    BITS,
+    MOST,
+    SUPER,
+    CodeFormat,
+    Codes,
+    codebook_values,
+    define,
+    quantise,
+)
 from foredraft.model.quantisation.scheme import rounded_to_integers
-from foredraft.model.runner.native import (
+from foredraft.model.runner.native.products import (
     NativeCodes,
     code_native,
     coded_bytes,
+    multiplies_integers,
     pack_codes,
     pack_native,
     pack_pieces,
 )
-from foredraft.model.runner.native.products import multiplies_integers
 from tests.support.integers import integer_product
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")

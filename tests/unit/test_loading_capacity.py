@@ -21,7 +21,8 @@ from foredraft.loading import runners as devices
 from foredraft.model import source
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner.compiled import packs
-from foredraft.model.runner.native import NativeCodes, unserved_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, weight_bytes
 from tests.support import checkpoints

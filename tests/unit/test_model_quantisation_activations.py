@@ -18,9 +18,10 @@ from foredraft.drafters.layer_skip import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model.layers import Linear, QuantisedInputs
-from foredraft.model.quantisation import ActivationFormat, quantise
+from foredraft.model.quantisation.codes import quantise
+from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, pack_codes, pack_native
+from foredraft.model.runner.native.products import NativeCodes, pack_codes, pack_native
 from foredraft.model.weights import load_decoder, parameter_count
 from tests.support import quantising
 from tests.support.checkpoints import save_checkpoint

@@ -26,9 +26,10 @@ from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation import CodeFormat, Codes, Quantisation
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.scheme import Quantisation
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, NativeLinear
+from foredraft.model.runner.native.products import NativeCodes, NativeLinear
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors, weight_bytes
 from foredraft.train.trainers import draft_config

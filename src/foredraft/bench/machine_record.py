@@ -22,7 +22,7 @@ from foredraft.bench.bench_records import Bandwidth, ModelRecord
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.memory import dtype_name, release_freed, synchronise
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native.products import NativeCodes
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
 TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down

@@ -61,24 +61,25 @@ class ConstraintFactory:
         Each request compiles its grammar: matchers of one share a lexer, whose states one request may use up.
         """
         ids, ends = params.allowed_token_ids, params.ends(self._ends)
-        if ids is None and params.text_grammar is None and not params.ban:
+        grammar, text = params.text_grammar or ("", "")
+        if ids is None and not grammar and not params.ban:
             return lambda: None
         from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, mask_of
 
         made: dict[str, Callable[[], Constraint]] = {}
         waits: ThinkingTokens | None = None
-        with self._making:
-            bans = self.bans if params.ban else None
-            grammars = None if params.text_grammar is None else self.grammars
-        if bans is not None:
+        if params.ban:
+            with self._making:
+                bans = self.bans
             made["ban"] = bans.maker(prompt, params, ends, show_special)
-        if params.text_grammar is not None and grammars is not None:
-            made[params.text_grammar[0]] = grammars.maker(*params.text_grammar)
+        if grammar:
+            with self._making:
+                grammars = self.grammars
+            made[grammar] = grammars.maker(grammar, text)
             waits = None if thinking is None else self._thinking_tokens(thinking.markers)
         if ids is not None:
             mask = mask_of(ids, self._vocabulary)
             made["allowed_token_ids"] = lambda: AllowedTokens(mask)
-        grammar = "" if params.text_grammar is None else params.text_grammar[0]
 
         def make(waits: ThinkingTokens | None = waits) -> Guarded:
             parts = {option: part() for option, part in made.items()}

@@ -45,7 +45,8 @@ from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, DraftVocab, Forward, FusedDraft, Runner
-from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.native_backend import NativeBackend, PairDraft
 from foredraft.model.spec import ModelSpec, Plan
 
 

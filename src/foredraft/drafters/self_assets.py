@@ -27,7 +27,7 @@ from foredraft.drafters.heads.head_asset import config_of
 from foredraft.errors import ConfigError, Option
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib
-from foredraft.model.quantisation import BITS
+from foredraft.model.quantisation.codes import BITS
 from foredraft.model.runner import unserved_because
 from foredraft.model.spec import is_lora
 from foredraft.model.weights import coded_copy_bytes, weight_bytes

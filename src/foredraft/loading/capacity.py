@@ -19,7 +19,7 @@ from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib, dtype_name
-from foredraft.model.runner.native import unserved_because
+from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.weights import expanded_bytes, weight_bytes
 
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory beside the weights; the rest is for activations

@@ -24,8 +24,8 @@ from foredraft.kernels.building import sources_digest
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.kernels.pool import Arena, as_fast_as_arena
 from foredraft.model.layers import Product
-from foredraft.model.quantisation import CodeFormat
-from foredraft.model.runner.native import NativeCodes, NativeLinear, NativeProduct, is_native
+from foredraft.model.quantisation.codes import CodeFormat
+from foredraft.model.runner.native.products import NativeCodes, NativeLinear, NativeProduct, is_native
 from foredraft.model.source import ModelSource
 
 logger = logging.getLogger(__name__)

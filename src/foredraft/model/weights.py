@@ -43,8 +43,8 @@ from foredraft.model.layers import (
     RMSNorm,
     RowSource,
 )
-from foredraft.model.quantisation import CodeFormat, Codes, quantise
-from foredraft.model.runner.native import (
+from foredraft.model.quantisation.codes import CodeFormat, Codes, quantise
+from foredraft.model.runner.native.products import (
     NativeCodes,
     coded_bytes,
     is_native,

@@ -19,7 +19,8 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name, upload
-from foredraft.model.runner.native import NativeBackend, unserved_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.native_backend import NativeBackend
 from foredraft.model.runner.passes import (
     CHUNK,
     DraftInputs,
