@@ -30,11 +30,11 @@ from foredraft.model.runner.invariant_shapes import (
     find_shapes,
     probe_shapes,
 )
-from foredraft.model.runner.probes import AttentionProbe, ProductProbe
+from foredraft.model.runner.probes import ProductProbe
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.caches import held
-from tests.support.checkpoints import LLAMA, save_checkpoint, save_variant
+from tests.support.checkpoints import save_checkpoint, save_variant
 
 # wide enough that libraries choose different kernels for different shapes, as on real models
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
@@ -405,16 +405,6 @@ def test_a_product_probe_shows_the_order_of_additions(dtype: torch.dtype) -> Non
     assert not probe.agrees(9, 8)
     exact = probe.rows.double() @ probe.product.dense().double().T
     assert exact.abs().max() < 1e-12  # the terms cancel, so the result of a kernel is its rounding error
-
-
-def test_scores_and_half_of_the_values_of_an_attention_probe_cancel() -> None:
-    spec = ModelSpec.from_hf({**LLAMA, "model_type": "llama", "num_key_value_heads": 2})
-    for dtype in (torch.float32, torch.bfloat16):
-        probe = AttentionProbe(spec, 187, 8, torch.zeros(1, dtype=dtype), seeded())
-        scores = probe.q.double() @ probe.k.double().transpose(2, 3)
-        assert scores.abs().max() < 1e-6
-        halves = probe.output(1, 8, 256, 0, 1.0, apart=False).float().abs().mean((0, 1, 2)).split(8)
-        assert halves[0].mean() < 1e-6 < halves[1].mean()
 
 
 def test_a_kernel_that_splits_long_contexts_is_detected(

@@ -35,8 +35,6 @@ from foredraft.constraints.phrases import (
 CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
 KEPT_COMPLETABLE = 1 << 16  # states of which it is known whether tokens can complete the open character
 KEPT_BYTES = 64 << 20  # of masks: a text visits the same few states again and again
-# phrases below a node from which on its ranges are looked up before the first step: a thousand take 1 ms
-EAGER_PHRASES = 64
 OTHER = "\ud801"  # a lone surrogate, in no text: all symbols that no pattern has, which lead to one node
 SYMBOLS, SYMBOL_BITS = 0x110000, 21  # a symbol is a code point: there are so many, of so many bits
 SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3  # streams are sorted by two int64 of three symbols, then as text
@@ -140,9 +138,6 @@ class TokenMasks:
         self._mask = lru_cache(max(256, KEPT_BYTES // size))(self._made)
         self._named = self._named_by_patterns()
         self._completable: dict[tuple[PhraseState, int], bool] = {}
-        for node, below in enumerate(automaton.below):
-            if node != ROOT and len(below) >= EAGER_PHRASES:
-                self._starting(node, False)
 
     def allowed(self, state: PhraseState, left: int = FAR) -> Tensor:
         """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to."""

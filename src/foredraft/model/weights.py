@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from foredraft.model.layers import (
     Linear,
     Norm,
     Product,
-    QuantisedInputs,
     RMSNorm,
     RowSource,
 )
@@ -321,13 +320,10 @@ class _Builder:
     ) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows, in an order [M]."""
         make = partial(self._product, names, columns, has_bias, order)
-        product = make() if self.kept is None else self.kept.product(" ".join(names), make)
+        product: Any = make() if self.kept is None else self.kept.product(" ".join(names), make)
         inputs = inputs_of(names, columns, self.spec.quantisation)
-        if inputs is None:
-            return product
-        if is_native(product):
-            return replace(product, inputs=inputs)
-        return QuantisedInputs(product, inputs)
+        made: Product = product if inputs is None else replace(product, inputs=inputs)
+        return made
 
     def _product(self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None) -> Product:
         tensors = self.tensors

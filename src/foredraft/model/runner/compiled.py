@@ -104,16 +104,11 @@ ROWS_HINT = 16  # rows of x that oneDNN chooses the layout for: a verifying pass
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear:
-    weight: Tensor  # [M, K] in a layout that only oneDNN reads
-    bias: Tensor | None = None  # [M], or None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.weight.shape
-        return rows, columns
+class PackedLinear(Linear):
+    """A product whose weight lies in a layout that only oneDNN reads."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.inputs is None else self.inputs.rounded(x)
         if torch.compiler.is_compiling():
             traced: Tensor = torch.ops.foredraft.packed_linear(x, self.weight, self.bias)
             return traced

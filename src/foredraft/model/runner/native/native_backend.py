@@ -271,7 +271,9 @@ class NativeBackend:
         vocab, hidden_size = inputs.draft_vocab, self.decoder.spec.hidden_size
         vocabulary = self.decoder.spec.vocab_size if vocab is None else vocab.vocabulary
         read = [token for row in active for token in inputs.tokens[row]]
-        pass_ = pass_struct(cache, _runs(inputs.starts, inputs.tokens, active), self._rotary)
+        starts, tokens = inputs.starts, inputs.tokens
+        groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
+        pass_ = pass_struct(cache, groups, self._rotary)
         drawn, finite = (
             torch.zeros(rows, steps, dtype=torch.int64),
             torch.zeros(rows, steps, dtype=torch.bool),
@@ -371,10 +373,6 @@ def _groups(pass_: Pass) -> Groups:
             groups.append((row, first, len(columns), first))
         groups += [(row, start + place, 1, start + column) for column, place in pass_.leaves_of(b).items()]
     return groups
-
-
-def _runs(starts: Sequence[int], tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> Groups:
-    return [(row, starts[row], len(tokens[row]), starts[row]) for row in rows]
 
 
 def _draft_numbers(inputs: DraftInputs, read: list[int], steps: int) -> array[int]:
