@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import gptq
+from foredraft.model.quantisation import gptq, read_quantisation
 from foredraft.model.quantisation.codes import CodeFormat, Codes
 from foredraft.model.quantisation.compressed_tensors import FP8BlockFormat, PackedFormat
-from foredraft.model.quantisation.methods import read_quantisation
 from foredraft.model.quantisation.scheme import Quantisation, WeightFormat
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 from tests.support.mutations import around, instead

@@ -7,9 +7,12 @@ belongs to one sequence. What only some requests ask for is imported by the firs
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from foredraft.decode.constraint import SIMPLER, Constraint, Guarded
 from foredraft.decode.params import SamplingParams
@@ -23,7 +26,24 @@ if TYPE_CHECKING:
     from foredraft.constraints.combined import ThinkingTokens
     from foredraft.constraints.grammar import Grammars
 
-__all__ = ["ConstraintFactory"]
+__all__ = ["AllowedTokens", "ConstraintFactory", "mask_of"]
+
+
+class AllowedTokens(Constraint):
+    option = "allowed_token_ids"
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self._mask = mask
+
+    def mask(self) -> Tensor | None:
+        return self._mask
+
+
+def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[list(ids)] = True
+    return mask
 
 
 class ConstraintFactory:
@@ -64,7 +84,7 @@ class ConstraintFactory:
         grammar, text = params.text_grammar or ("", "")
         if ids is None and not grammar and not params.ban:
             return lambda: None
-        from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, mask_of
+        from foredraft.constraints.combined import AfterThinking, Combined
 
         made: dict[str, Callable[[], Constraint]] = {}
         waits: ThinkingTokens | None = None

@@ -1,5 +1,4 @@
-"""Combined: several constraints of one sequence at once; allowed tokens; constraints that begin behind the
-thinking.
+"""Combined: several constraints of one sequence at once; constraints that begin behind the thinking.
 
 In the thinking every token is allowed, but for the ends of a text. Where thinking is optional, what begins
 the opening marker is allowed beside what begins the content. Markers are looked for in bytes, so that no
@@ -18,24 +17,6 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint
-
-
-class AllowedTokens(Constraint):
-    option = "allowed_token_ids"
-
-    def __init__(self, mask: Tensor) -> None:
-        super().__init__()
-        self._mask = mask
-
-    def mask(self) -> Tensor | None:
-        return self._mask
-
-
-def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
-    mask = torch.zeros(vocabulary, dtype=torch.bool)
-    mask[list(ids)] = True
-    return mask
-
 
 LINE_BREAK = b"\n"
 LINE_BREAKS = 2  # between the closing marker and the content, at most, as chat templates write them

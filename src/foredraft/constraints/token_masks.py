@@ -63,22 +63,20 @@ class TokenTable:
         return torch.from_numpy(lengths == 0)
 
     @cached_property
-    def idle(self) -> Tensor:
-        """Whether an id adds no text and is no end, [V] bool: a text of such tokens stands still."""
-        idle = self.silent.clone()
-        idle[[id for id in self.ends if id < len(self.texts)]] = False
-        return idle
+    def is_end(self) -> Tensor:
+        """Whether an id ends a text, [V] bool."""
+        is_end = torch.zeros(len(self.texts), dtype=torch.bool)
+        is_end[[id for id in self.ends if id < len(self.texts)]] = True
+        return is_end
 
     @cached_property
     def speaks(self) -> Tensor:
         """Whether an id adds text and is no end, [V] bool."""
-        speaks = ~self.silent
-        speaks[[id for id in self.ends if id < len(self.texts)]] = False
-        return speaks
+        return ~(self.silent | self.is_end)
 
     def without_idle(self, mask: Tensor) -> Tensor:
-        """Return the allowed tokens [V] bool; idle ones, which would fill a text, only beside others."""
-        return mask if bool((mask & self.speaks).any()) else mask & ~self.idle
+        """Return the allowed tokens [V] bool; those that would let a text stand still only beside others."""
+        return mask if bool((mask & self.speaks).any()) else mask & (self.is_end | ~self.silent)
 
     @cached_property
     def continuing(self) -> list[int]:

@@ -274,10 +274,7 @@ class NativeBackend:
         starts, tokens = inputs.starts, inputs.tokens
         groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
         pass_ = pass_struct(cache, groups, self._rotary)
-        drawn, finite = (
-            torch.zeros(rows, steps, dtype=torch.int64),
-            torch.zeros(rows, steps, dtype=torch.bool),
-        )
+        drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
         most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
         further = torch.full((rows, steps, most), -1) if most else None
         if inputs.sampling is not None:
