@@ -58,7 +58,7 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch, Decoder], None]] = {
     "capability": lambda monkey, _: monkey.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE"),
     "environment": lambda monkey, _: monkey.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
     "packing": lambda monkey, _: monkey.setattr(shape_cache, "packs", lambda *_: None),
-    "code": lambda monkey, _: monkey.setattr(shape_cache, "CODE", (shape_cache,)),
+    "code": lambda monkey, _: monkey.setattr(shape_cache, "code_digest", lambda: "another"),
     "dtype": lambda monkey, outline: monkey.setattr(outline, "dtype", torch.bfloat16),
     "shape": lambda monkey, outline: monkey.setattr(
         outline, "spec", replace(outline.spec, intermediate_size=128)

@@ -163,6 +163,7 @@ class PairInputs:
     join: Product | None
     normed_residual: bool  # it adds that to the normed state
     normed_output: bool  # the state of the pair after is the last layer's output after the final norm
+    final_norm: bool  # the decoder's final norm is the head's; otherwise it has none
 
 
 PROJECTIONS = {"project_in": "model.project_in", "project_out": "model.project_out"}  # outer, of a layout

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -120,12 +120,6 @@ class CapturedGraph:
     output: Any  # its result, a tree, which each replay overwrites
 
 
-class GraphCapturer(Protocol):
-    """The maker of graphs."""
-
-    def capture(self, compute: Callable[[], Any]) -> CapturedGraph: ...
-
-
 def coarse_length(length: int) -> int:
     """Round an attended length up to one of a few per doubling; it stays a multiple of its quantum."""
     step = 1 << max(0, (length - 1).bit_length() - LENGTHS_PER_DOUBLING.bit_length())
@@ -134,7 +128,7 @@ def coarse_length(length: int) -> int:
 
 class Graphs:
     def __init__(
-        self, capturer: GraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
+        self, capturer: CudaGraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
     ) -> None:
         self.capturer, self.bound, self.kept_bytes, self.failures = capturer, bound, kept_bytes, 0
         # by owner, in the order of use; None: the key has occurred

@@ -7,25 +7,20 @@ kept.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from foredraft import user_cache
 from foredraft.kernels.compilation import describe_cpu
-from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import compiled, invariant_shapes, probes
+from foredraft.model.kept_weights import code_digest
 from foredraft.model.runner.compiled import packs
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 
 KIND = "shapes"  # of the user's cache
-# the probing code, and the code that it probes
-CODE = (attention, attention, invariant_shapes, layers, layers, compiled, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
@@ -62,7 +57,7 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
         "environment": sorted(
             f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES)
         ),
-        "code": [hashlib.sha256(Path(str(each.__file__)).read_bytes()).hexdigest() for each in CODE],
+        "code": code_digest(),
     }
 
 

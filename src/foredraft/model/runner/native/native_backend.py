@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from foredraft.kernels.compilation import kernel, level_in_use
 from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Layer
-from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
+from foredraft.model.decoder import Decoder
+from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
@@ -45,34 +44,8 @@ from foredraft.model.runner.native.structs import (
     pass_struct,
 )
 from foredraft.model.runner.passes import MAX_QUERIES, DraftInputs, Forward, FusedDraft, Pass
-from foredraft.model.spec import ModelSpec, Plan
+from foredraft.model.spec import Plan
 from foredraft.workers import own_threads
-
-
-class Weights(Protocol):
-    """The weights that the kernels run: a decoder's, or a draft head's. Attributes as in `Decoder`."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def embedding(self) -> Tensor | RowSource: ...
-    @property
-    def embedding_scale(self) -> float | None: ...
-    @property
-    def learned_positions(self) -> Tensor | None: ...
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-    @property
-    def norm(self) -> Norm | None: ...  # None: nothing stands before the head
-    @property
-    def output(self) -> Product: ...
-    @property
-    def inputs(self) -> LayerInputs | None: ...
-    @property
-    def products(self) -> list[Product]: ...
-
 
 POINTER, TWO, THREE = c_void_p, (c_void_p,) * 2, (c_void_p,) * 3
 PLAN = (c_char_p, c_char_p)
@@ -101,14 +74,14 @@ class NativeBackend:
     shapes, max_queries = None, MAX_QUERIES  # any, because no sum has another order at another shape
 
     @classmethod
-    def of(cls, decoder: Weights, pairs: PairInputs | None = None) -> NativeBackend | None:
+    def of(cls, decoder: Decoder, pairs: PairInputs | None = None) -> NativeBackend | None:
         """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
         join = [] if pairs is None or pairs.join is None else [pairs.join]
         packed = all(map(is_native, [*decoder.products, *join]))
         widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
         return cls(decoder, pairs) if packed and widest <= MAX_HEAD_DIM else None
 
-    def __init__(self, decoder: Weights, pairs: PairInputs | None = None) -> None:
+    def __init__(self, decoder: Decoder, pairs: PairInputs | None = None) -> None:
         spec = decoder.spec
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
@@ -125,6 +98,7 @@ class NativeBackend:
         widest = max(spec.hidden_size, pairs_read, *heads, *inner, spec.layer_input_size)
         room = room_of(widest, decoder.dtype)
         learned = decoder.learned_positions
+        norm = decoder.norm if pairs is None or pairs.final_norm else None
         self._model = CModel(
             spec.layers, spec.hidden_size, spec.heads,
             ACTIVATIONS[spec.activation], spec.gated, spec.parallel_residual,
@@ -134,7 +108,7 @@ class NativeBackend:
             CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
             decoder.embedding_scale or 0.0,
             pointer(learned), 0 if learned is None else len(learned) - 1,
-            norm_struct(decoder.norm), linear_struct_of(decoder.output, spec.logit_scale),
+            norm_struct(norm), linear_struct_of(decoder.output, spec.logit_scale),
             self._layers,
         )  # fmt: skip
         self._inputs = 0  # elements of the layers' inputs of a column

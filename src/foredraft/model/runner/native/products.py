@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -64,30 +64,71 @@ class CLinear(ctypes.Structure):
 class NativeLinear:
     """The product of x [N, K] with a packed weight [M, K], plus its bias."""
 
-    weight: Tensor  # the packed weight, [ceil(M / 32), K, 32] of the weight's dtype; only the kernels read it
+    weight: Tensor  # [ceil(M / 32), K, 32] of the dtype, or the bytes of codes; only the kernels read it
     shape: tuple[int, int]  # (M, K)
+    dtype: torch.dtype  # of x, and of the weight that `dense` returns
     bias: Tensor | None  # [M, padded to whole blocks] float32, or None
     inputs: ActivationFormat | None = None  # the numbers that x is rounded to first; None leaves it as it is
+    order: Tensor | None = None  # [K] int32, the columns of x in the order of the packed ones
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+    def form(self) -> CCodeFormat:
+        return CCodeFormat()
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.weight.dtype
-        return multiply(self.as_struct(), x)
+        (outputs, columns), linear = self.shape, self.as_struct()
+        assert x.dtype == self.dtype and x.shape[-1] == columns
+        # the kernel rounds and orders inputs in place
+        changed = linear.inputs or linear.order
+        x = x.clone(memory_format=torch.contiguous_format) if changed else x.contiguous()
+        out, rows = x.new_empty(*x.shape[:-1], outputs), x.numel() // columns
+        room = x.new_empty(rows * room_of(columns, x.dtype))
+        ends = out.data_ptr(), room.data_ptr(), own_threads()
+        types = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
+        kernel(f"product{suffix(x.dtype)}", *types)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return weight_rows(self.as_struct(), self.dtype, ids)
+        ids, linear = ids.contiguous(), self.as_struct()
+        out = torch.empty(*ids.shape, self.shape[1], dtype=self.dtype)
+        read = kernel(f"rows{suffix(self.dtype)}", c_void_p, c_void_p, c_int64, c_void_p)
+        read(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
+        return out
 
     def as_struct(self) -> CLinear:
-        return linear_struct(self.weight, self.bias, self.shape, CCodeFormat(), self.inputs)
+        """Return a C struct, which is valid as long as the tensors live."""
+        ends = self.form, self.inputs or 0, pointer(self.order)
+        return CLinear(self.weight.data_ptr(), pointer(self.bias), *self.shape, *ends)
 
     def dense(self) -> Tensor:
         rows, columns = self.shape
         neighbours = 2 if self.dtype == torch.bfloat16 else 1  # columns whose numbers are neighbours
         blocks = self.weight.view(-1, columns // neighbours, BLOCK, neighbours).transpose(1, 2)
         return blocks.reshape(-1, columns)[:rows].contiguous()
+
+
+# numbers of the dtypes of scales in kernels.c; int8 are nested ones
+SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodes(NativeLinear):
+    """A product whose weight is coded."""
+
+    code_format: CodeFormat = field(kw_only=True)  # of the codes
+    scale: torch.dtype = field(kw_only=True)  # the dtype of the scales
+
+    @property
+    def form(self) -> CCodeFormat:
+        return _code_format_struct(self.code_format, self.scale)
+
+    def dense(self) -> Tensor:
+        return self.rows(torch.arange(self.shape[0]))
+
+
+def is_native(product: Product | RowSource) -> TypeGuard[NativeLinear]:
+    """Return whether the kernels run a linear layer."""
+    return isinstance(product, NativeLinear)
 
 
 def fits(dtype: torch.dtype, columns: int) -> bool:
@@ -105,7 +146,7 @@ def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None)
     words = columns // WORD[weight.dtype]
     pack = kernel("pack", c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
     pack(weight.data_ptr(), rows, words, weight.dtype == torch.float16, packed.data_ptr(), own_threads())
-    return NativeLinear(packed, (rows, columns), padded_bias(bias))
+    return NativeLinear(packed, (rows, columns), weight.dtype, padded_bias(bias))
 
 
 def padded_bias(bias: Tensor | None) -> Tensor | None:
@@ -127,101 +168,21 @@ def multiplies_integers(dtype: torch.dtype) -> bool:
     return bool(getattr(library(), f"foredraft_integers{suffix(dtype)}")())
 
 
-def multiply(linear: CLinear, x: Tensor) -> Tensor:
-    # the kernel rounds and orders inputs in place
-    changed = linear.inputs or linear.order
-    x = x.clone(memory_format=torch.contiguous_format) if changed else x.contiguous()
-    assert x.shape[-1] == linear.k
-    out = x.new_empty(*x.shape[:-1], linear.n)
-    rows = x.numel() // linear.k
-    room = x.new_empty(rows * room_of(linear.k, x.dtype))
-    ends = out.data_ptr(), room.data_ptr(), own_threads()
-    types = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
-    kernel(f"product{suffix(x.dtype)}", *types)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
-    return out
-
-
-def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    ids = ids.contiguous()
-    out = torch.empty(*ids.shape, linear.k, dtype=dtype)
-    read = kernel(f"rows{suffix(dtype)}", c_void_p, c_void_p, c_int64, c_void_p)
-    read(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
-    return out
-
-
-def linear_struct(
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, int],
-    code_format: CCodeFormat,
-    inputs: ActivationFormat | None,
-    order: Tensor | None = None,
-) -> CLinear:
-    """Return a C struct, which is valid as long as the tensors live."""
-    rounding = 0 if inputs is None else inputs
-    return CLinear(weight.data_ptr(), pointer(bias), *shape, code_format, rounding, pointer(order))
-
-
-# numbers of the dtypes of scales in kernels.c; int8 are nested ones
-SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
-
-
 class CCodes(ctypes.Structure):
     """`Codes` in kernels/code_formats.inc."""
 
     _fields_ = tuple((name, c_void_p) for name in ("codes", "scales", "offsets", "steps", "offset_steps"))
 
 
-@dataclass(frozen=True, slots=True)
-class NativeCodes:
-    """The product of x [N, K] with a coded weight [M, K], plus its bias."""
-
-    weight: Tensor  # scales and codes as the kernels read them, bytes
-    shape: tuple[int, int]  # (M, K)
-    code_format: CodeFormat  # of the codes
-    scale: torch.dtype  # the dtype of the scales
-    dtype: torch.dtype  # of x, and of the weight that `dense` returns
-    bias: Tensor | None  # [M, padded to whole blocks] float32, or None
-    inputs: ActivationFormat | None = None  # the numbers that x is rounded to first; None leaves it as it is
-    order: Tensor | None = None  # [K] int32, the columns of x in the order of the packed ones
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.dtype
-        return multiply(self.as_struct(), x)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return weight_rows(self.as_struct(), self.dtype, ids)
-
-    def as_struct(self) -> CLinear:
-        code_format = _code_format_struct(self.code_format, self.scale)
-        return linear_struct(self.weight, self.bias, self.shape, code_format, self.inputs, self.order)
-
-    def dense(self) -> Tensor:
-        return self.rows(torch.arange(self.shape[0]))
-
-
-NativeProduct: TypeAlias = NativeLinear | NativeCodes  # a linear layer that the kernels run
-
-
-def is_native(product: Product | RowSource) -> TypeGuard[NativeProduct]:
-    return isinstance(product, NativeLinear | NativeCodes)
-
-
 def coded_bytes(rows: int, columns: int, code_format: CodeFormat, scale: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes of a coded weight [M, K]; `scale` is a dtype that the format leaves open."""
     scale = torch.int8 if code_format.nested else torch.float32 if code_format.wide else scale
-    steps = columns // SUPER * _step_bytes(code_format)
-    return -(-rows // BLOCK) * (columns // GROUP * _group_bytes(code_format, scale) + steps)
-
-
-def _group_bytes(code_format: CodeFormat, scale: torch.dtype) -> int:
-    """Return the bytes of a group of a block, as `group_bytes` in kernels/code_formats.inc does."""
-    scales = scale.itemsize * (GROUP // code_format.group) * (1 + code_format.offsets)
-    return BLOCK * (scales + code_format.zeros + GROUP * code_format.bits // 8)
-
-
-def _step_bytes(code_format: CodeFormat) -> int:
-    return BLOCK * torch.float16.itemsize * (1 + code_format.offsets) if code_format.nested else 0
+    factor = 1 + code_format.offsets  # offsets lie as scales do
+    scales = scale.itemsize * (GROUP // code_format.group) * factor
+    # as `group_bytes` in kernels/code_formats.inc
+    group = scales + code_format.zeros + GROUP * code_format.bits // 8
+    steps = columns // SUPER * torch.float16.itemsize * factor if code_format.nested else 0
+    return -(-rows // BLOCK) * BLOCK * (columns // GROUP * group + steps)
 
 
 def pack_codes(
@@ -247,7 +208,8 @@ def pack_pieces(
         if product is None:
             size = (coded_bytes(rows, columns, form, scale),)
             packed = torch.empty(size, dtype=torch.uint8) if arena is None else arena.empty(size, torch.uint8)
-            product = NativeCodes(packed, shape, form, scale, dtype, padded_bias(bias), order=piece.order)
+            order, bias = piece.order, padded_bias(bias)
+            product = NativeCodes(packed, shape, dtype, bias, None, order, code_format=form, scale=scale)
         assert (form, scale) == (product.code_format, product.scale) and at % BLOCK == 0
         _put(piece, form, product.weight[at // BLOCK * coded_bytes(BLOCK, columns, form, scale) :])
         at += len(piece.codes)
