@@ -6,11 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from foredraft.constraints.phrases import (
-    LAST,
-    is_word,
-    word_characters,
-)
+from foredraft.constraints.phrases import LAST, is_word, word_characters
 from tests.support.bans import Ban
 
 DASH = (b"\xe2", b"\x80", b"\x93")  # U+2013, a boundary; E2 B0 80 is a letter, E2 93 B0 a number

@@ -291,12 +291,7 @@ def test_the_portable_code_has_the_same_properties(
     [
         ({}, "cuda", torch.bfloat16, "run on CPUs, and the device is cuda"),
         ({}, "cpu", torch.float64, "compute in float32, bfloat16 and float16, not in float64"),
-        (
-            {"head_dim": 600},
-            "cpu",
-            torch.float32,
-            "take head dimensions up to 512, and the model has 600",
-        ),
+        ({"head_dim": 600}, "cpu", torch.float32, "take head dimensions up to 512, and the model has 600"),
         (
             {"intermediate_size": 77},
             "cpu",

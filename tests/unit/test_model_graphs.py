@@ -14,12 +14,7 @@ import torch
 
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Forward, Resume, Runner, graphs
-from foredraft.model.runner.graphs import (
-    CAPTURE_PASSES,
-    CapturedGraph,
-    Graphs,
-    coarse_length,
-)
+from foredraft.model.runner.graphs import CAPTURE_PASSES, CapturedGraph, Graphs, coarse_length
 from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from foredraft.profiling.timing import TimedTurns

@@ -77,7 +77,6 @@ def test_the_old_key_of_compressed_tensors_is_read() -> None:
 
 
 NEIGHBOURS = "a token would depend on its neighbours"
-BY_TOKEN = by_token("int")
 
 
 def activations(type: str = "int", **keys: Any) -> dict[str, Any]:

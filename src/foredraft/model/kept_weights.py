@@ -108,9 +108,7 @@ def _bytes(product: NativeLinear) -> tuple[NativeLinear, torch.dtype, tuple[int,
     return replace(product, weight=weight.view(-1).view(torch.uint8)), weight.dtype, tuple(weight.shape)
 
 
-def _restored(
-    kept: dict[str, tuple[NativeLinear, torch.dtype, tuple[int, ...]]],
-) -> dict[str, NativeLinear]:
+def _restored(kept: dict[str, tuple[NativeLinear, torch.dtype, tuple[int, ...]]]) -> dict[str, NativeLinear]:
     """Return layers of a mapped file as they were made, in huge pages of the file, or copied to others."""
     fast, arena, found = as_fast_as_arena([each.weight for each, *_ in kept.values()]), Arena(), {}
     for name, (product, dtype, shape) in kept.items():

@@ -175,8 +175,6 @@ class Runner:
         if not self.backend.fuses:
             return None
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
-        if not all(tokens[row] for row in active):
-            raise ValueError("a row that drafts has to read a token first")
         last = max(starts[row] + len(tokens[row]) + lengths[row] - 1 for row in active)
         if last > cache.scratch:
             row = f"a cache row of {cache.positions} positions"

@@ -95,10 +95,6 @@ class InvariantShapes:
         """Return the attended length that covers `positions`; a pass cuts it to what its cache stores."""
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
-    def for_prefill(self, buckets: tuple[int, ...]) -> InvariantShapes:
-        """Return shapes for prefill, whose chunks need not agree with others: products of any row count."""
-        return replace(self, query_buckets=buckets, row_low=0, row_high=0, row_step=1)
-
 
 ONE_SHAPE = "every pass uses one fixed shape"  # what FALLBACK means, for the log
 

@@ -21,14 +21,7 @@ from foredraft.kernels.pool import Arena
 from foredraft.kernels.vocab import pointer
 from foredraft.model.layers import Product, RowSource
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation.codes import (
-    CODEBOOKS,
-    GROUP,
-    SUPER,
-    CodeFormat,
-    Codes,
-    quantise,
-)
+from foredraft.model.quantisation.codes import CODEBOOKS, GROUP, SUPER, CodeFormat, Codes, quantise
 from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.workers import own_threads
 
@@ -120,7 +113,10 @@ class NativeCodes(NativeLinear):
 
     @property
     def form(self) -> CCodeFormat:
-        return _code_format_struct(self.code_format, self.scale)
+        of = self.code_format
+        book = 0 if of.codebook is None else 1 + [*CODEBOOKS].index(of.codebook)
+        flags = of.zeros, of.offsets, of.float8, book
+        return CCodeFormat(of.bits, SCALES[self.scale], of.group, of.lowest, *flags)
 
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.shape[0]))
@@ -211,18 +207,18 @@ def pack_pieces(
             order, bias = piece.order, padded_bias(bias)
             product = NativeCodes(packed, shape, dtype, bias, None, order, code_format=form, scale=scale)
         assert (form, scale) == (product.code_format, product.scale) and at % BLOCK == 0
-        _put(piece, form, product.weight[at // BLOCK * coded_bytes(BLOCK, columns, form, scale) :])
+        _put(piece, product, at // BLOCK * coded_bytes(BLOCK, columns, form, scale))
         at += len(piece.codes)
     assert product is not None and at == rows
     return product
 
 
-def _put(piece: Codes, code_format: CodeFormat, packed: Tensor) -> None:
-    numbers = piece.codes.view(torch.int8) if code_format.float8 else piece.codes.to(torch.int8)
+def _put(piece: Codes, product: NativeCodes, place: int) -> None:
+    numbers = piece.codes.view(torch.int8) if product.code_format.float8 else piece.codes.to(torch.int8)
     parts = numbers, piece.scales, piece.offsets, piece.steps, piece.offset_steps
     kept = [None if part is None else part.contiguous() for part in parts]
-    weight, described = CCodes(*map(pointer, kept)), _code_format_struct(code_format, piece.scales.dtype)
-    ends = ctypes.addressof(described), packed.data_ptr(), own_threads()
+    weight, described = CCodes(*map(pointer, kept)), product.form
+    ends = ctypes.addressof(described), product.weight[place:].data_ptr(), own_threads()
     pack = kernel("pack_codes", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int)
     pack(ctypes.addressof(weight), *piece.shape, *ends)
 
@@ -236,9 +232,3 @@ def code_native(product: Product, bits: int, arena: Arena) -> Product:
         return product
     weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
     return replace(pack_codes(quantise(weight, bits), weight.dtype, bias, arena), inputs=product.inputs)
-
-
-def _code_format_struct(code_format: CodeFormat, scale: torch.dtype) -> CCodeFormat:
-    book = 0 if code_format.codebook is None else 1 + [*CODEBOOKS].index(code_format.codebook)
-    flags = code_format.zeros, code_format.offsets, code_format.float8
-    return CCodeFormat(code_format.bits, SCALES[scale], code_format.group, code_format.lowest, *flags, book)
