@@ -17,7 +17,7 @@ from foredraft import kernels, loading
 from foredraft.kernels.compilation import level_in_use
 from foredraft.model import decoder as decoder_module
 from foredraft.model.attention import PassInputs
-from foredraft.model.layers import Linear, product
+from foredraft.model.layers import Linear, RowSpan, product
 from foredraft.model.runner import Forward, Resume, Runner, compiled
 from foredraft.model.runner.compiled import PackedLinear, pack
 from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, fallback
@@ -256,7 +256,7 @@ def test_shapes_are_described_for_the_log() -> None:
         fallback(torch.device("cpu")): f"{one}, lengths by 1024, attention row by row",
         fallback(torch.device("cuda", 0)): f"{one}, the whole cache, attention row by row",
         InvariantShapes(
-            (1, 8), 1, 64, 256
+            (1, 8), RowSpan(1, 64), 256
         ): "batch-invariant shapes: 1, 8 columns, 1 to 64 rows, lengths by 256",
     }
     assert [str(shapes) for shapes in described] == [*described.values()]

@@ -14,13 +14,14 @@ import foredraft
 from foredraft import loading
 from foredraft.kernels.compilation import library
 from foredraft.model.decoder import Decoder
+from foredraft.model.layers import RowSpan
 from foredraft.model.runner import invariant_shapes, shape_cache
 from foredraft.model.runner.invariant_shapes import FALLBACK, InvariantShapes, probe_shapes
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")
-FOUND = InvariantShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=256, row_step=4, apart=True)
+FOUND = InvariantShapes((1, 2, 8, 64), RowSpan(4, 64, 4), length_quantum=256, apart=True)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch, Decoder], None]] = {
     "torch": lambda monkey, _: monkey.setattr(torch, "__version__", "2.99"),
     "capability": lambda monkey, _: monkey.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE"),
     "environment": lambda monkey, _: monkey.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
-    "packing": lambda monkey, _: monkey.setattr(shape_cache, "packs", lambda *_: None),
+    "packing": lambda monkey, _: monkey.setattr(shape_cache, "unpacked_because", lambda *_: "for a test"),
     "code": lambda monkey, _: monkey.setattr(shape_cache, "code_digest", lambda: "another"),
     "dtype": lambda monkey, outline: monkey.setattr(outline, "dtype", torch.bfloat16),
     "shape": lambda monkey, outline: monkey.setattr(

@@ -116,7 +116,12 @@ def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int)
 def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
     """Greedy losslessness needs it: plain steps, a verifying pass and a batch see the same logits."""
     shapes = runner.shapes
-    assert shapes.found and 64 in shapes.query_buckets and shapes.row_low <= 8 <= shapes.row_high
+    assert (
+        shapes.found
+        and 64 in shapes.query_buckets
+        and shapes.span is not None
+        and shapes.span.low <= 8 <= shapes.span.high
+    )
     assert runner.max_queries == max(shapes.query_buckets)
     widest = run(runner, 64, 0, 1, START, 1)
     for width in (1, 5, 8, 33):
@@ -138,12 +143,14 @@ def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
 
 
 def test_passes_are_padded_to_buckets_and_quanta() -> None:
-    shapes = InvariantShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
+    shapes = InvariantShapes((4, 8, 16), RowSpan(4, 16), length_quantum=512)
     assert [shapes.queries(width, 1) for width in (1, 4, 5, 16)] == [4, 4, 8, 16]
     assert [shapes.length(positions) for positions in (1, 512, 513)] == [512, 512, 1024]
-    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are below row_low
+    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are too few
     assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 4) == 1
-    assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad the row
+    assert (
+        replace(shapes, query_buckets=(1, 2), span=RowSpan(9, 16)).queries(1, 1) == 1
+    )  # the products pad the row
     assert ANY_SHAPE.queries(37, 1) == 37
     assert ANY_SHAPE.span is None
 
@@ -183,7 +190,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     for module in (compiled, shapes_module):
         monkeypatch.setattr(module, "pack", FussyLinear)
-    monkeypatch.setattr(compiled, "packs", lambda *_: False)
+    monkeypatch.setattr(compiled, "unpacked_because", lambda *_: "for a test")
     return load_decoder(save_checkpoint(tmp_path))
 
 
@@ -202,7 +209,7 @@ def test_the_span_of_agreeing_row_counts_is_found(
 ) -> None:
     monkeypatch.setattr(FussyLinear, "alike", frozenset(alike))
     found = find_shapes(fussy)
-    assert (found.row_low, found.row_high, found.row_step) == expected
+    assert found.span == RowSpan(*expected)
 
 
 def test_without_agreeing_row_counts_one_shape_serves_all(

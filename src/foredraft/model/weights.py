@@ -242,9 +242,9 @@ def build_norm(spec: ModelSpec, tensors: TensorSource) -> Norm:
 def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu":
         return False
-    from foredraft.model.runner.compiled import packs  # which the kernels do without
+    from foredraft.model.runner.compiled import unpacked_because  # which the kernels do without
 
-    return packs(device, dtype)
+    return unpacked_because(device, dtype) is None
 
 
 class _Builder:

@@ -137,10 +137,6 @@ def _packed(weight: Tensor) -> Tensor:
     return out
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    return unpacked_because(device, dtype) is None
-
-
 def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why `pack` gives ordinary products; None where it packs."""
     return _fault(dtype) if device.type == "cpu" else "not on a CPU"
@@ -148,7 +144,7 @@ def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
     """Return the fastest product with a weight [M, K] and a bias [M]."""
-    if packs(weight.device, weight.dtype):
+    if unpacked_because(weight.device, weight.dtype) is None:
         return PackedLinear(_packed(weight.contiguous()), bias)
     return Linear(weight, bias)
 

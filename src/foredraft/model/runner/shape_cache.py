@@ -17,7 +17,8 @@ from foredraft import user_cache
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.model.decoder import Decoder
 from foredraft.model.kept_weights import code_digest
-from foredraft.model.runner.compiled import packs
+from foredraft.model.layers import RowSpan
+from foredraft.model.runner.compiled import unpacked_because
 from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 
 KIND = "shapes"  # of the user's cache
@@ -28,7 +29,8 @@ VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_",
 def cached_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
     key = _cache_key(outline, device)
     if (kept := user_cache.read(KIND, key)) is not None:
-        return InvariantShapes(**kept | {"query_buckets": tuple(kept["query_buckets"])})
+        span, buckets = RowSpan(**kept["span"]), tuple(kept["query_buckets"])
+        return InvariantShapes(**kept | {"span": span, "query_buckets": buckets})
     found = probe_shapes(outline, device)
     if found.found:
         user_cache.write(KIND, key, asdict(found))
@@ -40,7 +42,7 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
     return {
         "model": repr(outline.spec),
         "dtype": str(outline.dtype),
-        "packed": packs(device, outline.dtype),
+        "packed": unpacked_because(device, outline.dtype),
         "device": [device.type, *(_gpu(device) if device.type == "cuda" else describe_cpu())],
         "threads": torch.get_num_threads(),
         "torch": [torch.__version__, torch.__config__.show()],

@@ -136,9 +136,7 @@ class TorchBackend:
         if shapes is None:
             shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
         self.shapes = shapes  # chunks of a prefill need not agree with others: products of any row count
-        self._prefill_shapes = replace(
-            shapes, query_buckets=PREFILL_BUCKETS, row_low=0, row_high=0, row_step=1
-        )
+        self._prefill_shapes = replace(shapes, query_buckets=PREFILL_BUCKETS, span=None)
         self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
         self.gathers: bool | None = None  # None: where it pays
         # the captured CUDA graphs; None: passes are not captured
