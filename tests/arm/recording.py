@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import gc
-import importlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.kernels import building, pool, vocab
+from foredraft.kernels import building, compilation, pool
 from foredraft.model import cache
 from foredraft.model.runner.native import check, native_backend, products, structs
 
@@ -25,9 +24,6 @@ LINE = 64  # bytes that images are aligned to, as memory of tensors is
 LARGEST = 1 << 24  # bytes of a call's memory
 MOST = 9  # calls of a function that are kept of a part
 ARGUMENTS = 16  # of a call, at most, as in driver.c
-quantising = importlib.import_module(
-    "foredraft.model.quantisation.codes"
-)  # the package has a function of this name
 # The argument that is work memory, whose contents differ between levels.
 WORK = {"product": 4, "forward": 12, "head": 4, "draft": 6, "inputs": 5}
 HEADERS = 4 + 2 * ARGUMENTS  # numbers of a call's header there
@@ -205,17 +201,11 @@ def _reach(image: Image, arguments: tuple[Any, ...]) -> list[tuple[int, bool]]:
 @contextmanager
 def recording(kernels: ctypes.CDLL) -> Iterator[Recording]:
     stand_in = Recording(kernels)
-    caches = products._pack, products._rows, products._product, products._pack_kernel, quantising._kernel
     with pytest.MonkeyPatch.context() as patched:
-        for module in (native_backend, check, products, vocab, quantising):
+        for module in (compilation, check, products):
             patched.setattr(module, "library", lambda: stand_in)
+        patched.setattr(compilation, "_declared", {})
         for module in (native_backend, structs, cache):
             patched.setattr(module, "array", Numbers)
         patched.setattr(pool, "REGION", 0)  # a weight is packed into memory of its own
-        for kept in caches:
-            kept.cache_clear()
-        try:
-            yield stand_in
-        finally:
-            for kept in caches:
-                kept.cache_clear()
+        yield stand_in

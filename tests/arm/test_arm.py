@@ -22,10 +22,10 @@ from torch import Tensor
 from foredraft.kernels import building, compilation
 from foredraft.kernels.building import SYSTEMS, Level
 from foredraft.kernels.vocab import KernelVocabOps
-from foredraft.model.quantisation import BITS, quantise
+from foredraft.model.quantisation.codes import BITS, quantise
 from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import pack_codes, pack_native
+from foredraft.model.runner.native.products import pack_codes, pack_native
 from tests.arm.recording import Call, packed, recording
 from tests.exactness.test_eagle_kernels import check_fused
 from tests.support.compiling import change_sources

@@ -14,8 +14,8 @@ import foredraft
 from foredraft import SamplingParams
 from foredraft.model.layers import RowSource
 from foredraft.model.locate import resolve
-from foredraft.model.quantisation import quantise
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.quantisation.codes import quantise
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.weights import load_decoder
 from foredraft.quantise import command
 from tests.cli.conftest import Cli

@@ -18,7 +18,7 @@ from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.vocab_ops import leading
 from foredraft.drafters.layer_skip import LowBit, low_bit_copy
 from foredraft.kernels.compilation import library
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native.products import NativeCodes
 from tests.exactness.test_bits import PROMPTS, accepted_of, assert_same, plain_ids
 from tests.exactness.test_enumeration import case, check_joint_law, check_law
 from tests.support import coded

@@ -17,8 +17,8 @@ from foredraft.drafters.layer_skip import LayerSkip, LowBit, low_bit_copy
 from foredraft.drafters.plan_files import Skips
 from foredraft.kernels.compilation import library
 from foredraft.model.decoder import Decoder
-from foredraft.model.quantisation import quantise
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.quantisation.codes import quantise
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.weights import weight_bytes
 from tests.exactness.test_bits import LOADED, PROMPTS, SEEDS, VOCABULARY, Ids, accepted_of, assert_same
 from tests.support import assistants

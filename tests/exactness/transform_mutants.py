@@ -287,7 +287,7 @@ CONSTRAINTS = {
         ("no failure links, by rollback", PhraseAutomaton.step, without_failure_links)
     ],
     partial(constraints.check_law, "within a token", "rollback", ["frequency"]): [
-        ("a match in a token missed, by rollback", BanList.read, complete_at_the_end_alone)
+        ("a match in a token missed, by rollback", BanList._move, complete_at_the_end_alone)
     ],
     partial(
         constraints.test_the_text_is_that_of_plain_decoding,
@@ -307,7 +307,7 @@ CONSTRAINTS = {
     grammar_behind_thinking: [
         ("the last of the closing marker counted as content", ThinkingTokens.__init__, marker_cut_short),
         ("a schema begun within thinking", AfterThinking.mask, lambda _: lambda own: own._content.mask()),
-        ("a text that ends within its thinking", ThinkingTokens.mask, ends_allowed),
+        ("a text that ends within its thinking", ThinkingTokens._made, ends_allowed),
     ],
     partial(
         constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,26 @@ DEFECTS: dict[str, tuple[tuple[Edit, ...], str]] = {
     ),
     "a device address given to a C kernel": (PLACES, "address of a device tensor"),
 }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_warms_up_and_leaves_the_stream_as_it_was(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, waits, before = list[object](), list[tuple[object, object]](), torch.cuda.current_stream()
+    monkeypatch.setattr(type(before), "wait_stream", lambda own, other: waits.append((own, other)))
+
+    def compute() -> None:
+        streams.append(torch.cuda.current_stream())
+        if fails and len(streams) > graphs.WARM_UP:
+            raise RuntimeError("planted")
+
+    capturer = CudaGraphCapturer(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="previous error") if fails else nullcontext():
+        capturer.capture(compute)
+    assert torch.cuda.current_stream() is before
+    assert streams == [capturer.stream] * (graphs.WARM_UP + 1)
+    assert waits == [(capturer.stream, before), (before, capturer.stream)]
 
 
 def test_without_a_defect_the_check_passes(tmp_path: Path) -> None:

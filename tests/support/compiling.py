@@ -15,7 +15,6 @@ import pytest
 
 from foredraft.kernels import building, compilation, pool
 from foredraft.model.runner.native import check, products
-from foredraft.model.runner.native import native_backend as backend
 
 QUICK = "-O0"
 
@@ -60,11 +59,9 @@ def _compiled(folder: Path) -> ctypes.CDLL:
 
 
 def _run_with(monkeypatch: pytest.MonkeyPatch, built: ctypes.CDLL) -> None:
-    for module in (backend, check, products, pool):
+    for module in (compilation, check, products, pool):
         monkeypatch.setattr(module, "library", lambda: built)
-    monkeypatch.setattr("foredraft.kernels.vocab.library", lambda: built)
-    for name in ("_pack", "_rows", "_product", "_pack_kernel"):  # they keep functions of the library before
-        monkeypatch.setattr(products, name, functools.cache(getattr(products, name).__wrapped__))
+    monkeypatch.setattr(compilation, "_declared", {})  # functions of the library before
 
 
 # A function of the sources: its type, name, parameters and body.

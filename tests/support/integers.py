@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.model.quantisation import Codes
-from foredraft.model.quantisation.codes import SUPER
+from foredraft.model.quantisation.codes import SUPER, Codes
 from foredraft.model.quantisation.scheme import STEP_GROUP, integers_of
 
 

@@ -15,7 +15,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.round_draft import Draft, RoundInputs
 from foredraft.decode.vocab_ops import VocabOps
 from foredraft.drafters.states import KnownStates
-from foredraft.model.quantisation import Codes
+from foredraft.model.quantisation.codes import Codes
 from foredraft.model.runner import Forward, Resume
 from tests.support.mutation import Mutation, replaced
 

@@ -9,7 +9,7 @@ from foredraft.model.runner.graphs import CapturedGraph, fill, flattened
 
 
 class Rerun:
-    """A `GraphCapturer` that counts its captures and replays; `warm_up` are runs before a capture."""
+    """A stand-in for `CudaGraphCapturer` that counts its captures and replays; `warm_up` are runs before a capture."""
 
     def __init__(self, fails: bool = False, warm_up: int = 0) -> None:
         self.fails, self.warm_up, self.captures, self.replays = fails, warm_up, 0, 0

@@ -14,8 +14,7 @@ from foredraft.loading import capacity
 from foredraft.loading import runners as devices
 from foredraft.loading.capacity import CacheLimits, cache_size
 from foredraft.loading.runners import check_dtype, find_device
-from foredraft.model import attention
-from foredraft.model.attention import pinned_attention
+from foredraft.model.attention import PINNED
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import compiled, shape_cache
 from foredraft.model.spec import ModelSpec
@@ -130,10 +129,9 @@ def test_newer_settings_of_precision_can_be_read(monkeypatch: pytest.MonkeyPatch
 
 def test_attention_is_pinned_while_any_thread_is_within() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
-    assert enabled() and pinned_attention(torch.device("cpu")) is attention.FREE
-    first, second = pinned_attention(CUDA), pinned_attention(CUDA)
-    with first:
-        with second:
+    assert enabled()
+    with PINNED:
+        with PINNED:
             assert not enabled()
         assert not enabled(), "another thread is within"
     assert enabled()

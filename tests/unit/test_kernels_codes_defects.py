@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foredraft.kernels.compilation import library
-from foredraft.model.quantisation import CodeFormat, Codes
-from foredraft.model.runner.native import pack_codes
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.runner.native.products import pack_codes
 from tests.support.compiling import Defects
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import code_format_of_the_first, scales_of_the_first_dtype

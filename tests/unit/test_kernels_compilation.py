@@ -15,6 +15,7 @@ import pytest
 from foredraft import ConfigError, kernels, loading, user_cache
 from foredraft.kernels import building, compilation
 from foredraft.loading import load
+from foredraft.model.runner import compiled
 from foredraft.model.runner.native import check
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import QUICK, copying_compiler
@@ -195,7 +196,7 @@ def test_a_model_without_kernels_compiles_none(
 
     folder = save_checkpoint(tmp_path / "model", "llama")
     check.unserved_because.cache_clear()
-    monkeypatch.setattr(loading.runners, "check_compiler", lambda device: None)
+    monkeypatch.setattr(compiled, "check_compiler", lambda device: None)
     monkeypatch.setattr(loading.runners, "make_runner", stop_loading)
     with pytest.raises(ConfigError, match="loading stopped"):
         load(folder, device="cpu", **options)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def test_16_bits_are_as_accurate_as_in_pytorch(family: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_shape_has_the_same_bits(family: str, dtype: torch.dtype) -> None:
     native = decoders(family, dtype)[0]
-    assert isinstance(native.output, NativeLinear) and unserved_because(native.spec, CPU, dtype) is None
+    assert type(native.output) is NativeLinear and unserved_because(native.spec, CPU, dtype) is None
     runner = Runner(native)
     whole = text_logits(runner, (90,))
     for widths in ((64, 1, 25), (33, 33, 24), (1,) * 20 + (50,) + (1,) * 20):
@@ -291,12 +291,7 @@ def test_the_portable_code_has_the_same_properties(
     [
         ({}, "cuda", torch.bfloat16, "run on CPUs, and the device is cuda"),
         ({}, "cpu", torch.float64, "compute in float32, bfloat16 and float16, not in float64"),
-        (
-            {"head_dim": 600},
-            "cpu",
-            torch.float32,
-            "take head dimensions up to 512, and the model has 600",
-        ),
+        ({"head_dim": 600}, "cpu", torch.float32, "take head dimensions up to 512, and the model has 600"),
         (
             {"intermediate_size": 77},
             "cpu",

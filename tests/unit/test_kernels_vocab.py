@@ -23,7 +23,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, TorchVocabOps, VocabOps, least_in_nucleus
-from foredraft.kernels import vocab
+from foredraft.kernels.compilation import kernel
 from foredraft.kernels.vocab import KernelVocabOps
 from tests.support import checkpoints
 from tests.support.compiling import Defects, plant
@@ -65,13 +65,9 @@ def by_kernels(params: Seq[SamplingParams]) -> SamplingTable:
 
 def nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     """Return the least probability in the nucleus of each row [..., V], by the kernel alone."""
-    kernels = vocab.library()
-    assert kernels is not None
     mass = mass.expand(probs.shape[:-1]).contiguous()
     least = torch.empty_like(mass)
-    run = kernels.foredraft_nucleus
-    run.argtypes = c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int
-    run.restype = None
+    run = kernel("nucleus", c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
     run(probs.data_ptr(), mass.data_ptr(), mass.numel(), probs.shape[-1], least.data_ptr(), 2)
     return least
 

@@ -16,7 +16,7 @@ import torch
 
 import foredraft
 from foredraft import LLM, RequestError, SamplingParams, demo
-from foredraft.constraints.combined import AllowedTokens
+from foredraft.constraints import AllowedTokens
 from foredraft.decode import scores
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine_target import score_chunk

@@ -18,10 +18,11 @@ from foredraft import ConfigError, loading
 from foredraft.kernels.compilation import library
 from foredraft.loading import machine_limits as memory
 from foredraft.loading import runners as devices
-from foredraft.model import source, weights
+from foredraft.model import source
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner.compiled import packs
-from foredraft.model.runner.native import NativeCodes, unserved_because
+from foredraft.model.runner.compiled import unpacked_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, weight_bytes
 from tests.support import checkpoints
@@ -160,7 +161,7 @@ def held(decoder: Decoder) -> int:
 
 @pytest.fixture
 def counted_anew() -> Iterator[None]:
-    """Keep no count: with `packs` replaced it is another one."""
+    """Keep no count: with `unpacked_because` replaced it is another one."""
     weight_bytes.cache_clear()
     yield
     weight_bytes.cache_clear()
@@ -176,10 +177,9 @@ def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     folder = checkpoints.save_variant(tmp_path, variant)
     spec, native = ModelSpec.from_folder(folder), layout == "native"
     if layout != "packed":
-        monkeypatch.setattr(weights, "packs", lambda device, dtype: False)
-        monkeypatch.setattr("foredraft.model.runner.compiled.packs", lambda device, dtype: False)
+        monkeypatch.setattr("foredraft.model.runner.compiled.unpacked_because", lambda *_: "for a test")
     served = not native or unserved_because(spec, CPU, dtype) is None
-    if not (packs(CPU, dtype) if layout == "packed" else served):
+    if not (unpacked_because(CPU, dtype) is None if layout == "packed" else served):
         pytest.skip(f"products are not {layout} here")
     decoder = load_decoder(folder, CPU, dtype, native=native)
     monkeypatch.setattr(source, "SafetensorsFile", None)  # counting opens no file

@@ -22,11 +22,12 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.families import gemma
 from foredraft.model.gguf import tensors
 from foredraft.model.locate import resolve
-from foredraft.model.quantisation import CodeFormat, Codes, scheme
 from foredraft.model.quantisation import blocks as formats
+from foredraft.model.quantisation import scheme
 from foredraft.model.quantisation.blocks import GGUFFormat
+from foredraft.model.quantisation.codes import CodeFormat, Codes
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import ROPES, TEXT, save_checkpoint

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +14,7 @@ import torch
 
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Forward, Resume, Runner, graphs
-from foredraft.model.runner.graphs import (
-    CAPTURE_PASSES,
-    WARM_UP,
-    CapturedGraph,
-    CudaGraphCapturer,
-    Graphs,
-    coarse_length,
-)
+from foredraft.model.runner.graphs import CAPTURE_PASSES, CapturedGraph, Graphs, coarse_length
 from foredraft.model.spec import Plan
 from foredraft.model.weights import load_decoder
 from foredraft.profiling.timing import TimedTurns
@@ -273,50 +264,3 @@ def test_graphs_use_few_lengths_per_doubling(quantum: int) -> None:
     coarse = {length: coarse_length(length) for length in lengths}
     assert all(not found % quantum and length <= found <= 1.34 * length for length, found in coarse.items())
     assert len({*coarse.values()}) <= 4 + 4 * 4 + 4
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_cuda_capture_warms_up_and_restores_the_stream(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    log, current = list[str](), ["main"]
-
-    def stream(name: str) -> Any:
-        waits = f"{name} waits for {{0.name}}".format
-        return SimpleNamespace(name=name, wait_stream=lambda other: log.append(waits(other)))
-
-    @contextlib.contextmanager
-    def on(given: Any) -> Iterator[None]:
-        before, current[0] = current[0], given.name
-        yield
-        current[0] = before  # not after an error: torch.cuda.graph leaves its stream current then
-
-    @contextlib.contextmanager
-    def graph(made: object, *, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        log.append(f"capture from {pool} on {stream.name}, {capture_error_mode}")
-        with on(stream):
-            yield
-            if fails:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    def body() -> Forward:
-        log.append(f"body on {current[0]}")
-        return Forward(None, torch.zeros(1, 1, 1), {})
-
-    for name, value in {
-        "device": contextlib.nullcontext,
-        "stream": on,
-        "graph": graph,
-        "graph_pool_handle": lambda: "pool",
-        "Stream": lambda device: stream("side"),
-        "CUDAGraph": lambda: SimpleNamespace(replay=None),
-        "current_stream": lambda: stream(current[0]),
-        "set_stream": lambda given: current.__setitem__(0, given.name),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    capturer = CudaGraphCapturer(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="previous error") if fails else contextlib.nullcontext():
-        capturer.capture(body)
-    assert current == ["main"]
-    warmed = ["side waits for main", *["body on side"] * WARM_UP, "main waits for side"]
-    assert log == [*warmed, "capture from pool on side, thread_local", "body on side"]

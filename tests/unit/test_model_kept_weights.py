@@ -214,7 +214,7 @@ def test_another_model_is_packed_anew(name: str, tmp_path: Path, load: Packs) ->
     assert_same(found, load.unkept(folder))
 
 
-@pytest.mark.parametrize("name", ["_code_digest", "sources_digest", "describe_cpu"])
+@pytest.mark.parametrize("name", ["code_digest", "sources_digest", "describe_cpu"])
 def test_other_code_and_other_cpus_pack_anew(
     name: str, tmp_path: Path, load: Packs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.quantisation import Codes, Quantisation, WeightFormat, gptq, read_quantisation
-from foredraft.model.quantisation.codes import CodeFormat
-from foredraft.model.quantisation.compressed_tensors import FP8BlockFormat, PackedFormat
+from foredraft.model.quantisation import gptq, read_quantisation
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.compressed_tensors import PackedFormat, PlainFormat
+from foredraft.model.quantisation.scheme import Quantisation, WeightFormat
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 from tests.support.mutations import around, instead
 from tests.support.quantising import KINDS
@@ -225,8 +226,8 @@ MUTATIONS: list[tuple[str, Any, Mutation, list[tuple[str, str]]]] = [
     ("last group short", Codes.expand, last_group_short, [(TENSORS, "w4-group")]),
 ]  # fmt: skip
 MUTANTS = [
-    defect("scale of a neighbouring block", FP8BlockFormat.codes, rolled(128, 0), BLOCKS),
-    defect("scales of blocks transposed", FP8BlockFormat.codes, blocks_transposed, SQUARES),
+    defect("scale of a neighbouring block", PlainFormat.codes, rolled(128, 0), BLOCKS),
+    defect("scales of blocks transposed", PlainFormat.codes, blocks_transposed, SQUARES),
     *(
         defect(f"{what}, {method} {case}", point, mutation, fixture(method, case))
         for what, point, mutation, cases in MUTATIONS

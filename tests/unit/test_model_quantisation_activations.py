@@ -17,10 +17,11 @@ from foredraft.bench.machine_record import model_record
 from foredraft.drafters.layer_skip import low_bit_copy
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
-from foredraft.model.layers import Linear, QuantisedInputs
-from foredraft.model.quantisation import ActivationFormat, quantise
+from foredraft.model.layers import Linear
+from foredraft.model.quantisation.codes import quantise
+from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, pack_codes, pack_native
+from foredraft.model.runner.native.products import NativeCodes, pack_codes, pack_native
 from foredraft.model.weights import load_decoder, parameter_count
 from tests.support import quantising
 from tests.support.checkpoints import save_checkpoint
@@ -106,7 +107,7 @@ def test_a_row_has_the_same_bits_beside_any_others(format: ActivationFormat, dty
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler
 @pytest.mark.parametrize("format", [ActivationFormat.INT8, ActivationFormat.FP8_GROUPS])
 def test_compiled_layers_round_every_step(format: ActivationFormat) -> None:
-    identity = QuantisedInputs(Linear(torch.eye(128, dtype=torch.bfloat16)), format)
+    identity = Linear(torch.eye(128, dtype=torch.bfloat16), inputs=format)
     x = inputs(128, torch.bfloat16)
     assert torch.equal(torch.compile(identity, dynamic=False)(x), format.rounded(x))
 
@@ -135,8 +136,7 @@ def test_layers_round_their_inputs_and_the_head_does_not(
 ) -> None:
     decoder = load_decoder(save(tmp_path / "model", name), native=native)
     for product in decoder.products:
-        found = product.format if isinstance(product, QuantisedInputs) else getattr(product, "inputs", None)
-        assert found == (None if product is decoder.output else wanted)
+        assert product.inputs == (None if product is decoder.output else wanted)
     record = model_record("target", name, Runner(decoder))
     assert record.parameters == parameter_count(decoder.spec), "reports count the weights"
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import CheckpointError
-from foredraft.model.quantisation import Quantisation, WeightFormat
 from foredraft.model.quantisation.gptq import AWQFormat, GPTQFormat
+from foredraft.model.quantisation.scheme import Quantisation, WeightFormat
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import LLAMA
 from tests.support.quantising import KINDS, by_token

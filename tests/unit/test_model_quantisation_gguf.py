@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from foredraft.model.gguf import file
-from foredraft.model.quantisation import Codes
 from foredraft.model.quantisation import blocks as formats
 from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat, fields
-from foredraft.model.quantisation.codes import codebook_values
+from foredraft.model.quantisation.codes import Codes, codebook_values
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 
 gguf = pytest.importorskip("gguf")

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 from foredraft.cli import main
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
-from foredraft.model.quantisation import Codes, Quantisation, quantise
+from foredraft.model.quantisation.codes import Codes, quantise
+from foredraft.model.quantisation.scheme import Quantisation
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import Naming
 from foredraft.model.weights import load_decoder

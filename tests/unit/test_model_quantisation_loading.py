@@ -26,9 +26,10 @@ from foredraft.kernels.compilation import library
 from foredraft.loading.inspection import inspect_models
 from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation import CodeFormat, Codes, Quantisation
+from foredraft.model.quantisation.codes import CodeFormat, Codes
+from foredraft.model.quantisation.scheme import Quantisation
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes, NativeLinear
+from foredraft.model.runner.native.products import NativeCodes, NativeLinear
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors, weight_bytes
 from foredraft.train.trainers import draft_config
@@ -411,7 +412,7 @@ def test_parts_whose_columns_are_ordered_differently_are_expanded(
     assert "(the first: model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj," in line
     layer = load_decoder(coded, native=True, dtype=dtype).layers[0]
     assert layer.mlp is not None
-    assert isinstance(layer.attention.qkv, NativeLinear) and isinstance(layer.mlp.gate_up, NativeCodes)
+    assert type(layer.attention.qkv) is NativeLinear and isinstance(layer.mlp.gate_up, NativeCodes)
     caplog.clear()
     check_same(coded, twin, dtype=dtype)  # without the kernels all is expanded
     assert not caplog.records

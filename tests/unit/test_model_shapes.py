@@ -18,18 +18,23 @@ from foredraft import loading
 from foredraft.errors import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model import attention
-from foredraft.model import weights as weights_module
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Linear, Product, RowSpan, product
-from foredraft.model.runner import InvariantShapes, Runner
+from foredraft.model.runner import Runner, compiled, shape_cache
 from foredraft.model.runner import invariant_shapes as shapes_module
 from foredraft.model.runner.compiled import PackedLinear, _packed, pack
-from foredraft.model.runner.invariant_shapes import ANY_SHAPE, FALLBACK, find_shapes, probe_shapes
-from foredraft.model.runner.probes import AttentionProbe, ProductProbe
+from foredraft.model.runner.invariant_shapes import (
+    ANY_SHAPE,
+    FALLBACK,
+    InvariantShapes,
+    find_shapes,
+    probe_shapes,
+)
+from foredraft.model.runner.probes import ProductProbe
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.support.caches import held
-from tests.support.checkpoints import LLAMA, save_checkpoint, save_variant
+from tests.support.checkpoints import save_checkpoint, save_variant
 
 # wide enough that libraries choose different kernels for different shapes, as on real models
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
@@ -111,7 +116,12 @@ def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int)
 def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
     """Greedy losslessness needs it: plain steps, a verifying pass and a batch see the same logits."""
     shapes = runner.shapes
-    assert shapes.found and 64 in shapes.query_buckets and shapes.row_low <= 8 <= shapes.row_high
+    assert (
+        shapes.found
+        and 64 in shapes.query_buckets
+        and shapes.span is not None
+        and shapes.span.low <= 8 <= shapes.span.high
+    )
     assert runner.max_queries == max(shapes.query_buckets)
     widest = run(runner, 64, 0, 1, START, 1)
     for width in (1, 5, 8, 33):
@@ -133,12 +143,14 @@ def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
 
 
 def test_passes_are_padded_to_buckets_and_quanta() -> None:
-    shapes = InvariantShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
+    shapes = InvariantShapes((4, 8, 16), RowSpan(4, 16), length_quantum=512)
     assert [shapes.queries(width, 1) for width in (1, 4, 5, 16)] == [4, 4, 8, 16]
     assert [shapes.length(positions) for positions in (1, 512, 513)] == [512, 512, 1024]
-    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are below row_low
+    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are too few
     assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 4) == 1
-    assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad the row
+    assert (
+        replace(shapes, query_buckets=(1, 2), span=RowSpan(9, 16)).queries(1, 1) == 1
+    )  # the products pad the row
     assert ANY_SHAPE.queries(37, 1) == 37
     assert ANY_SHAPE.span is None
 
@@ -176,9 +188,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    for module in (weights_module, shapes_module):
+    for module in (compiled, shapes_module):
         monkeypatch.setattr(module, "pack", FussyLinear)
-    monkeypatch.setattr(weights_module, "packs", lambda *_: False)
+    monkeypatch.setattr(compiled, "unpacked_because", lambda *_: "for a test")
     return load_decoder(save_checkpoint(tmp_path))
 
 
@@ -197,7 +209,7 @@ def test_the_span_of_agreeing_row_counts_is_found(
 ) -> None:
     monkeypatch.setattr(FussyLinear, "alike", frozenset(alike))
     found = find_shapes(fussy)
-    assert (found.row_low, found.row_high, found.row_step) == expected
+    assert found.span == RowSpan(*expected)
 
 
 def test_without_agreeing_row_counts_one_shape_serves_all(
@@ -350,7 +362,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     library()  # the kernels come from the cache of all tests
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(loading.runners, "probe_shapes", watching)
+    monkeypatch.setattr(shape_cache, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
@@ -366,7 +378,7 @@ def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     folder = save_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**6}))
-    monkeypatch.setattr(loading.runners, "probe_shapes", lambda *_: pytest.fail("probed"))
+    monkeypatch.setattr(shape_cache, "probe_shapes", lambda *_: pytest.fail("probed"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
 
@@ -400,16 +412,6 @@ def test_a_product_probe_shows_the_order_of_additions(dtype: torch.dtype) -> Non
     assert not probe.agrees(9, 8)
     exact = probe.rows.double() @ probe.product.dense().double().T
     assert exact.abs().max() < 1e-12  # the terms cancel, so the result of a kernel is its rounding error
-
-
-def test_scores_and_half_of_the_values_of_an_attention_probe_cancel() -> None:
-    spec = ModelSpec.from_hf({**LLAMA, "model_type": "llama", "num_key_value_heads": 2})
-    for dtype in (torch.float32, torch.bfloat16):
-        probe = AttentionProbe(spec, 187, 8, torch.zeros(1, dtype=dtype), seeded())
-        scores = probe.q.double() @ probe.k.double().transpose(2, 3)
-        assert scores.abs().max() < 1e-6
-        halves = probe.output(1, 8, 256, 0, 1.0, apart=False).float().abs().mean((0, 1, 2)).split(8)
-        assert halves[0].mean() < 1e-6 < halves[1].mean()
 
 
 def test_a_kernel_that_splits_long_contexts_is_detected(

@@ -21,7 +21,7 @@ from foredraft.bench.bench_records import Bandwidth, ModelRecord
 from foredraft.loading.machine_limits import free_memory
 from foredraft.model.memory import dtype_name, release_freed
 from foredraft.model.runner import Runner
-from foredraft.model.runner.native import NativeCodes
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.profiling.timing import timed
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds

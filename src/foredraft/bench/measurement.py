@@ -96,7 +96,7 @@ def measure_costs(
     meter = CostMeter(loaded, batch, context, longest)
     for _ in range(repeats):
         meter.turn()
-    return meter.costs(None)
+    return meter.costs(None, None)
 
 
 def mean_log_probability(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> float:

@@ -112,7 +112,7 @@ def about_lora(lora: LoraInfo) -> str:
 
 def memory(found: Inspection, width: int | None) -> list[str]:
     from foredraft.loading.inspection import CACHED_TOKENS
-    from foredraft.model.quantisation import BITS
+    from foredraft.model.quantisation.codes import BITS
 
     models = found.models
     labels = {32: "weights in 32 bits", 16: "weights in 16 bits"}

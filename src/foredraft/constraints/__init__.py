@@ -7,11 +7,13 @@ belongs to one sequence. What only some requests ask for is imported by the firs
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from foredraft.constraints.combined import AfterThinking, AllowedTokens, Combined, ThinkingTokens, mask_of
+import torch
+from torch import Tensor
+
 from foredraft.decode.constraint import SIMPLER, Constraint, Guarded
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.thinking import ThinkingMarkers
@@ -21,9 +23,27 @@ from foredraft.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from foredraft.constraints.banned import Bans
+    from foredraft.constraints.combined import ThinkingTokens
     from foredraft.constraints.grammar import Grammars
 
-__all__ = ["ConstraintFactory"]
+__all__ = ["AllowedTokens", "ConstraintFactory", "mask_of"]
+
+
+class AllowedTokens(Constraint):
+    option = "allowed_token_ids"
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self._mask = mask
+
+    def mask(self) -> Tensor | None:
+        return self._mask
+
+
+def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[list(ids)] = True
+    return mask
 
 
 class ConstraintFactory:
@@ -61,22 +81,25 @@ class ConstraintFactory:
         Each request compiles its grammar: matchers of one share a lexer, whose states one request may use up.
         """
         ids, ends = params.allowed_token_ids, params.ends(self._ends)
+        grammar, text = params.text_grammar or ("", "")
+        if ids is None and not grammar and not params.ban:
+            return lambda: None
+        from foredraft.constraints.combined import AfterThinking, Combined
+
         made: dict[str, Callable[[], Constraint]] = {}
         waits: ThinkingTokens | None = None
-        with self._making:
-            bans = self.bans if params.ban else None
-            grammars = None if params.text_grammar is None else self.grammars
-        if bans is not None:
+        if params.ban:
+            with self._making:
+                bans = self.bans
             made["ban"] = bans.maker(prompt, params, ends, show_special)
-        if params.text_grammar is not None and grammars is not None:
-            made[params.text_grammar[0]] = grammars.maker(*params.text_grammar)
+        if grammar:
+            with self._making:
+                grammars = self.grammars
+            made[grammar] = grammars.maker(grammar, text)
             waits = None if thinking is None else self._thinking_tokens(thinking.markers)
         if ids is not None:
             mask = mask_of(ids, self._vocabulary)
             made["allowed_token_ids"] = lambda: AllowedTokens(mask)
-        if not made:
-            return lambda: None
-        grammar = "" if params.text_grammar is None else params.text_grammar[0]
 
         def make(waits: ThinkingTokens | None = waits) -> Guarded:
             parts = {option: part() for option, part in made.items()}
@@ -95,6 +118,8 @@ class ConstraintFactory:
         return make
 
     def _make_thinking_tokens(self, markers: tuple[str, str]) -> ThinkingTokens:
+        from foredraft.constraints.combined import ThinkingTokens
+
         texts = self._codec.table(self._vocabulary)
         for id, marker in self._tokenizer.special_ids(markers).items():
             if id < self._vocabulary:

@@ -8,7 +8,7 @@ text, and drawing goes on with new noise. Both look at text, so no tokenisation 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -42,23 +42,14 @@ class BanList:
 
     def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
         self.phrases, self.table = phrases, table
-        self._moves: dict[tuple[PhraseState, int, bool], Move] = {}
+        self.read = lru_cache(KEPT_MOVES)(self._move)
 
     @cached_property
     def masks(self) -> TokenMasks:
         return TokenMasks(self.phrases, self.table)
 
-    def read(self, state: PhraseState, token: int, last: bool = False) -> Move:
+    def _move(self, state: PhraseState, token: int, last: bool = False) -> Move:
         """Return the move of a token; last: the text ends with it."""
-        key = state, token, last
-        move = self._moves.get(key)
-        if move is None:
-            if len(self._moves) >= KEPT_MOVES:
-                self._moves.clear()
-            move = self._moves[key] = self._move(*key)
-        return move
-
-    def _move(self, state: PhraseState, token: int, last: bool) -> Move:
         phrases, (node, begun) = self.phrases, state
         text = self.table.texts[token]
         symbols, pending = phrases.decoded(begun, text)
@@ -209,34 +200,27 @@ class BannedByRollback(_Ban):
         return max(0, min(first, begun)) if state.pending else first
 
 
-class _Asked(NamedTuple):
-    """What a request bans; requests that ask for the same share a list."""
-
-    phrases: tuple[str, ...]
-    ignore_case: bool
-    whole_words: bool
-    stops: tuple[str, ...]  # strings at which the text may be cut off
-    ends: frozenset[int]
-    show_special: bool
-
-
 class Bans:
     """Makes the bans of requests to one model."""
 
     def __init__(self, tokenizer: Tokenizer, codec: ByteCodec, vocabulary: int) -> None:
         self._tokenizer, self._codec, self._vocabulary = tokenizer, codec, vocabulary
         self._table = lru_cache(4)(self._make_table)
-        self.lists = LRUCache[_Asked, BanList](KEPT_LISTS, KEPT_BYTES)
+        self.lists = LRUCache[Hashable, BanList](KEPT_LISTS, KEPT_BYTES)
 
     def maker(
         self, prompt: list[int], params: SamplingParams, ends: frozenset[int], show_special: bool
     ) -> Callable[[], Constraint]:
         """Return a function that makes the ban of each sequence; what they share is made here."""
         stops = () if params.include_stop else tuple(params.stop)
-        same = params.ban_ignore_case, params.ban_whole_words
-        asked = _Asked(tuple(params.ban), *same, stops, ends, show_special)
-        size = sum(len(text.encode()) for text in (*asked.phrases, *stops))
-        banned = self.lists.get(asked, size, lambda: self._made(asked))
+        symbols = Symbols(ignore_case=params.ban_ignore_case, whole_words=params.ban_whole_words)
+        asked = tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, stops, ends, show_special
+        size = sum(len(text.encode()) for text in (*params.ban, *stops))
+
+        def made() -> BanList:
+            return BanList(PhraseAutomaton(params.ban, symbols, stops), self._table(ends, show_special))
+
+        banned = self.lists.get(asked, size, made)
         start, last = banned.phrases.start, params.max_new_tokens
         if params.ban_prompt:
             start = self._prompt_state(banned, prompt, show_special)
@@ -245,11 +229,6 @@ class Bans:
         may_end = bool(ends) and not params.min_new_tokens
         holds_all = params.text_grammar is not None or not (may_end or banned.speaks_safely)
         return lambda: BannedByRollback(banned, start, last, params.ban_rollbacks, holds_all=holds_all)
-
-    def _made(self, asked: _Asked) -> BanList:
-        symbols = Symbols(ignore_case=asked.ignore_case, whole_words=asked.whole_words)
-        automaton = PhraseAutomaton(asked.phrases, symbols, asked.stops)
-        return BanList(automaton, self._table(asked.ends, asked.show_special))
 
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
         texts = self._codec.table(self._vocabulary)

@@ -1,5 +1,4 @@
-"""Combined: several constraints of one sequence at once; allowed tokens; constraints that begin behind the
-thinking.
+"""Combined: several constraints of one sequence at once; constraints that begin behind the thinking.
 
 In the thinking every token is allowed, but for the ends of a text. Where thinking is optional, what begins
 the opening marker is allowed beside what begins the content. Markers are looked for in bytes, so that no
@@ -11,30 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint
-
-
-class AllowedTokens(Constraint):
-    option = "allowed_token_ids"
-
-    def __init__(self, mask: Tensor) -> None:
-        super().__init__()
-        self._mask = mask
-
-    def mask(self) -> Tensor | None:
-        return self._mask
-
-
-def mask_of(ids: Collection[int], vocabulary: int) -> Tensor:
-    mask = torch.zeros(vocabulary, dtype=torch.bool)
-    mask[list(ids)] = True
-    return mask
-
 
 LINE_BREAK = b"\n"
 LINE_BREAKS = 2  # between the closing marker and the content, at most, as chat templates write them
@@ -63,7 +45,8 @@ class ThinkingTokens:
     def __init__(self, texts: Sequence[bytes], opens: str, closes: str, ends: Collection[int]) -> None:
         self._texts, self._ends = texts, list(ends)
         self._opens, self._closes = opens.encode(), closes.encode()
-        self._masks: dict[ThinkingPlace, Tensor] = {}
+        # the tokens that may follow before the content, [V] bool; the caller does not write to it
+        self.mask = cache(self._made)
 
     def after(self, place: ThinkingPlace, token: int) -> ThinkingPlace | None:
         """Return where a text stands after a token; one of no marker and no thinking begins the content."""
@@ -86,13 +69,6 @@ class ThinkingTokens:
         begun = range(len(self._closes) - 1, 0, -1)
         read = next((count for count in begun if before.endswith(self._closes[:count])), 0)
         return ThinkingPlace(Phase.THINKING, read)
-
-    def mask(self, place: ThinkingPlace) -> Tensor:
-        """Return the tokens that may follow before the content, [V] bool; the caller does not write to it."""
-        mask = self._masks.get(place)
-        if mask is None:
-            mask = self._masks[place] = self._made(place)
-        return mask
 
     def _made(self, place: ThinkingPlace) -> Tensor:
         thinks = place.phase is Phase.THINKING

@@ -81,24 +81,21 @@ class _Thread:
     """A thread that does tasks in order until this object is garbage. The process may end before it."""
 
     def __init__(self) -> None:
-        self.tasks = queue.SimpleQueue[Task | None]()
-        self.answers = queue.SimpleQueue[Mask | BaseException | None]()
-        given = self.tasks, self.answers
-        threading.Thread(target=_serve, args=given, name="foredraft-masks", daemon=True).start()
+        self.tasks = tasks = queue.SimpleQueue[Task | None]()
+        self.answers = answers = queue.SimpleQueue[Mask | BaseException | None]()
+
+        def serve() -> None:
+            while (task := tasks.get()) is not None:
+                try:
+                    answers.put(task())
+                except BaseException as error:  # the caller raises it
+                    answers.put(error)
+                del task  # an idle thread keeps no grammar alive
+
+        threading.Thread(target=serve, name="foredraft-masks", daemon=True).start()
 
     def __del__(self) -> None:
         self.tasks.put(None)
-
-
-def _serve(
-    tasks: queue.SimpleQueue[Task | None], answers: queue.SimpleQueue[Mask | BaseException | None]
-) -> None:
-    while (task := tasks.get()) is not None:
-        try:
-            answers.put(task())
-        except BaseException as error:  # the caller raises it
-            answers.put(error)
-        del task  # an idle thread keeps no grammar alive
 
 
 class Pace:

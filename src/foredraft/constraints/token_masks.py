@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +33,8 @@ from foredraft.constraints.phrases import (
 )
 
 CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
+KEPT_COMPLETABLE = 1 << 16  # states of which it is known whether tokens can complete the open character
 KEPT_BYTES = 64 << 20  # of masks: a text visits the same few states again and again
-# phrases below a node from which on its ranges are looked up before the first step: a thousand take 1 ms
-EAGER_PHRASES = 64
 OTHER = "\ud801"  # a lone surrogate, in no text: all symbols that no pattern has, which lead to one node
 SYMBOLS, SYMBOL_BITS = 0x110000, 21  # a symbol is a code point: there are so many, of so many bits
 SORT_KEYS, SYMBOLS_IN_A_KEY = 2, 3  # streams are sorted by two int64 of three symbols, then as text
@@ -46,7 +47,6 @@ Ids = npt.NDArray[np.int64]
 class TokenTable:
     texts: tuple[bytes, ...]  # [V] the bytes that each id adds to a text; empty where it shows none
     ends: frozenset[int] = frozenset()  # ids that end a text
-    _completions: dict[bytes, frozenset[tuple[str, bytes]]] = field(default_factory=dict, init=False)
 
     @cached_property
     def decoded(self) -> tuple[list[str], dict[int, bytes]]:
@@ -63,22 +63,20 @@ class TokenTable:
         return torch.from_numpy(lengths == 0)
 
     @cached_property
-    def idle(self) -> Tensor:
-        """Whether an id adds no text and is no end, [V] bool: a text of such tokens stands still."""
-        idle = self.silent.clone()
-        idle[[id for id in self.ends if id < len(self.texts)]] = False
-        return idle
+    def is_end(self) -> Tensor:
+        """Whether an id ends a text, [V] bool."""
+        is_end = torch.zeros(len(self.texts), dtype=torch.bool)
+        is_end[[id for id in self.ends if id < len(self.texts)]] = True
+        return is_end
 
     @cached_property
     def speaks(self) -> Tensor:
         """Whether an id adds text and is no end, [V] bool."""
-        speaks = ~self.silent
-        speaks[[id for id in self.ends if id < len(self.texts)]] = False
-        return speaks
+        return ~(self.silent | self.is_end)
 
     def without_idle(self, mask: Tensor) -> Tensor:
-        """Return the allowed tokens [V] bool; idle ones, which would fill a text, only beside others."""
-        return mask if bool((mask & self.speaks).any()) else mask & ~self.idle
+        """Return the allowed tokens [V] bool; those that would let a text stand still only beside others."""
+        return mask if bool((mask & self.speaks).any()) else mask & (self.is_end | ~self.silent)
 
     @cached_property
     def continuing(self) -> list[int]:
@@ -90,22 +88,19 @@ class TokenTable:
         """Whether tokens of one byte can complete every character, as in all byte-level vocabularies."""
         return {bytes([byte]) for byte in CONTINUATION} <= {self.texts[id] for id in self.continuing}
 
-    def completions(self, pending: bytes) -> frozenset[tuple[str, bytes]]:
-        """Return how one token can continue an incomplete character without breaking any."""
-        found = self._completions.get(pending)
-        if found is None:
-            pairs = map(_characters, {pending + self.texts[id] for id in self.continuing})
-            found = self._completions[pending] = frozenset(pair for pair in pairs if pair is not None)
-        return found
+    @cached_property
+    def completions(self) -> Callable[[bytes], set[tuple[str, bytes]]]:
+        """Returns how one token can continue an incomplete character without breaking any."""
 
+        def found(pending: bytes) -> set[tuple[str, bytes]]:
+            pairs = set[tuple[str, bytes]]()
+            for data in {pending + self.texts[id] for id in self.continuing}:
+                with suppress(UnicodeDecodeError):
+                    characters, used = codecs.utf_8_decode(data, "strict", False)
+                    pairs.add((characters, data[used:]))
+            return pairs
 
-def _characters(data: bytes) -> tuple[str, bytes] | None:
-    """Return characters, and the bytes of an incomplete one behind them; None if a byte is invalid."""
-    try:
-        characters, used = codecs.utf_8_decode(data, "strict", False)
-    except UnicodeDecodeError:
-        return None
-    return characters, data[used:]
+        return cache(found)
 
 
 class TokenMasks:
@@ -137,27 +132,19 @@ class TokenMasks:
             if closing:
                 self._within_last[id] = automaton.completes(ROOT, stream + BOUNDARY)
         self._silent = table.silent.numpy()
-        self._ranges: dict[tuple[int, bool], Ids] = {}
-        self._masks: dict[tuple[PhraseState, int], Tensor] = {}
+        self._starting, self._becomes = cache(self._found_starting), cache(self._found_symbols)
+        self._mask = lru_cache(max(256, KEPT_BYTES // size))(self._made)
         self._named = self._named_by_patterns()
-        self._symbols: dict[bytes, list[str]] = {}
         self._completable: dict[tuple[PhraseState, int], bool] = {}
-        self._most = max(256, KEPT_BYTES // size)
-        for node, below in enumerate(automaton.below):
-            if node != ROOT and len(below) >= EAGER_PHRASES:
-                self._starting(node, False)
 
     def allowed(self, state: PhraseState, left: int = FAR) -> Tensor:
         """Return the tokens that lead to no phrase after `state`, [V] bool; it must not be written to."""
-        key = state, min(left, FAR)
-        mask = self._masks.get(key)
-        if mask is None:
-            if len(self._masks) >= self._most:
-                self._masks.clear()
-                self._completable.clear()
-            mask = torch.from_numpy(~self._forbidden(*key))
-            mask = self._masks[key] = self.table.without_idle(mask)
-        return mask
+        return self._mask(state, min(left, FAR))
+
+    def _made(self, state: PhraseState, left: int) -> Tensor:
+        if len(self._completable) >= KEPT_COMPLETABLE:
+            self._completable.clear()
+        return self.table.without_idle(torch.from_numpy(~self._forbidden(state, left)))
 
     def _forbidden(self, state: PhraseState, left: int) -> npt.NDArray[np.bool_]:
         if state.pending:
@@ -226,21 +213,18 @@ class TokenMasks:
             for text, rest in self.table.completions(state.pending)
         )
 
-    def _becomes(self, pending: bytes) -> list[str]:
+    def _found_symbols(self, pending: bytes) -> list[str]:
         """Return the symbols of all characters that an incomplete one can become; OTHER for unnamed ones."""
-        found = self._symbols.get(pending)
-        if found is None:
-            points, symbols = code_points(pending), self.automaton.symbols
-            named = [code for code in self._named if code in points]
-            found = [symbols.of(chr(code)) for code in named]
-            if symbols.whole_words:
-                words = word_characters()[points.start : points.stop]
-                words = np.delete(words, [code - points.start for code in named])
-                found += [OTHER] if words.any() else []
-                found += [] if words.all() else [f"{BOUNDARY}{OTHER}{BOUNDARY}"]
-            elif len(points) > len(named):
-                found.append(OTHER)
-            self._symbols[pending] = found
+        points, symbols = code_points(pending), self.automaton.symbols
+        named = [code for code in self._named if code in points]
+        found = [symbols.of(chr(code)) for code in named]
+        if symbols.whole_words:
+            words = word_characters()[points.start : points.stop]
+            words = np.delete(words, [code - points.start for code in named])
+            found += [OTHER] if words.any() else []
+            found += [] if words.all() else [f"{BOUNDARY}{OTHER}{BOUNDARY}"]
+        elif len(points) > len(named):
+            found.append(OTHER)
         return found
 
     def _named_by_patterns(self) -> list[int]:
@@ -251,19 +235,15 @@ class TokenMasks:
             named |= {each for each in cased_characters() if symbols.of(each).strip(BOUNDARY) in named}
         return sorted(map(ord, named))
 
-    def _starting(self, node: int, whole: bool) -> Ids:
+    def _found_starting(self, node: int, whole: bool) -> Ids:
         """Return the tokens that start with the remainder of a pattern after `node`."""
-        found = self._ranges.get((node, whole))
-        if found is None:
-            automaton, below = self.automaton, self.automaton.below[node]
-            patterns, depth = automaton.patterns[below.start : below.stop], automaton.depth[node]
-            remainders = {pattern[depth:] for pattern in patterns} - {""}
-            if whole:
-                remainders = {each[:-1] for each in remainders if each.endswith(BOUNDARY)}
-            parts = [self._order[self._range(each, whole)] for each in remainders]
-            found = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-            self._ranges[node, whole] = found
-        return found
+        automaton, below = self.automaton, self.automaton.below[node]
+        patterns, depth = automaton.patterns[below.start : below.stop], automaton.depth[node]
+        remainders = {pattern[depth:] for pattern in patterns} - {""}
+        if whole:
+            remainders = {each[:-1] for each in remainders if each.endswith(BOUNDARY)}
+        parts = [self._order[self._range(each, whole)] for each in remainders]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def _range(self, start: str, whole: bool) -> slice:
         """Return which part of the sorted vocabulary starts with a text, or is that text as a whole."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,9 @@ from foredraft.decode.round_draft import AcceptResult, Draft, Siblings
 from foredraft.decode.sampling import PenaltyContext, SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import leading
 from foredraft.model.memory import upload
-from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs
+
+if TYPE_CHECKING:
+    from foredraft.model.runner.graphs import Graphs
 
 
 def block(draft: Draft, p: Distribution, keys: DrawKeys | None, noise: Noise) -> AcceptResult:
@@ -263,7 +265,11 @@ class GraphCache:
 
     @classmethod
     def on(cls, device: torch.device) -> GraphCache:
-        return cls(Graphs(CudaGraphCapturer(device), MOST_GRAPHS) if device.type == "cuda" else None)
+        if device.type != "cuda":
+            return ONCE
+        from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs
+
+        return cls(Graphs(CudaGraphCapturer(device), MOST_GRAPHS))
 
     def run(self, compute: Callable[[In], Out], inputs: In, largest: Tensor, noise: Noise) -> Out:
         """Return compute(inputs), by replaying a graph where that saves launches."""

@@ -20,7 +20,7 @@ from foredraft.errors import CheckpointError, ConfigError, Option
 from foredraft.model.config import read_json
 from foredraft.model.gguf.file import architecture_of
 from foredraft.model.memory import as_gib
-from foredraft.model.quantisation import BITS
+from foredraft.model.quantisation.codes import BITS
 from foredraft.model.runner import unserved_because
 from foredraft.model.safetensors_file import SINGLE, SafetensorsFile
 from foredraft.model.source import weights_to_come

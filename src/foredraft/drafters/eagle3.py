@@ -33,30 +33,12 @@ from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, st
 from foredraft.model.attention import ForwardContext, at_columns, attend
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Layer, finish, project
-from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RMSNorm, RowSource
+from foredraft.model.layers import PairInputs, Product, RMSNorm
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Runner
-from foredraft.model.runner.native import NativeBackend, PairDraft, unserved_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.native_backend import NativeBackend, PairDraft
 from foredraft.model.spec import ModelSpec, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """The weights of a head, as the kernels take a decoder's."""
-
-    spec: ModelSpec
-    dtype: torch.dtype
-    embedding: Tensor | RowSource
-    layers: tuple[Layer, ...]
-    norm: Norm | None
-    output: Product
-    embedding_scale: None = None
-    learned_positions: None = None
-    inputs: LayerInputs | None = None
-
-    @property
-    def products(self) -> list[Product]:
-        return [*(product for layer in self.layers for product in layer.products), self.output]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,7 @@ class EagleKernels:
     draft_vocab: DraftVocab | None  # None where it can draft all ids of the target
 
     @classmethod
-    def of(cls, weights: HeadWeights, pairs: PairInputs, draft_vocab: Tensor | None) -> Self | None:
+    def of(cls, weights: Decoder, pairs: PairInputs, draft_vocab: Tensor | None) -> Self | None:
         """Return what runs a head over the ids `draft_vocab`, or over all; None where operators have to."""
         if unserved_because(weights.spec, torch.device("cpu"), weights.dtype) is not None:
             return None
@@ -129,12 +111,11 @@ class Eagle3Head:
         """Return the head run by the C kernels where they run its target and have its weights."""
         first, pair_norm = self.layers[0], self.layers[0].attention.norm
         norms = (pair_norm.embedding, pair_norm.state) if isinstance(pair_norm, PairNorm) else (None, None)
-        weights = HeadWeights(
-            spec=self.record.spec,
-            dtype=self.target.dtype,
+        weights = Decoder(
+            spec=replace(self.record.spec, embedding_scale=None),
             embedding=self.target.embedding if self.embedding is None else self.embedding,
             layers=(replace(first, attention=replace(first.attention, norm=None)), *self.layers[1:]),
-            norm=self.norm,
+            norm=self.norm or self.target.norm,
             output=self.output,
         )
         pairs = PairInputs(
@@ -142,6 +123,7 @@ class Eagle3Head:
             join=self.fc if self.record.pair_fc else None,
             normed_residual=self.record.norm_before_residual,
             normed_output=self.record.norm_output and self.norm is not None,
+            final_norm=self.norm is not None,
         )
         return replace(self, kernels=EagleKernels.of(weights, pairs, self.draft_vocab))
 

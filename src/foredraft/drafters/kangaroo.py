@@ -38,7 +38,7 @@ from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.layers import Norm, Product
 from foredraft.model.runner import DraftInputs, DraftVocab, FusedDraft, Resume, Runner
 from foredraft.model.runner.compiled import pack
-from foredraft.model.runner.native import pack_native
+from foredraft.model.runner.native.products import pack_native
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec

@@ -26,7 +26,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product
 from foredraft.model.runner import DraftInputs, FusedDraft, Resume, Runner
-from foredraft.model.runner.native import code_native
+from foredraft.model.runner.native.products import code_native
 
 
 class SelfSpeculative(AutoregressiveDrafter):

@@ -159,11 +159,18 @@ def must_compile() -> bool:
         return True
 
 
-def declare(function: Any, arguments: tuple[type, ...], *, allocates: bool = False) -> Any:
-    function.argtypes, function.restype = arguments, ctypes.c_int if allocates else None
-    if allocates:
-        function.errcheck = _check_memory
-    return function
+_declared: dict[str, Any] = {}  # the functions that `kernel` has returned, by name
+
+
+def kernel(name: str, *arguments: type, allocates: bool = False) -> Any:
+    """Return the function foredraft_`name` of the kernels, which there are; it may need work memory."""
+    if name not in _declared:
+        function = getattr(library(), f"foredraft_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_int if allocates else None
+        if allocates:
+            function.errcheck = _check_memory
+        _declared[name] = function  # last, because another thread may call it from now on
+    return _declared[name]
 
 
 def _check_memory(result: int, *_: Any) -> int:

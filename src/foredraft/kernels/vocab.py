@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import kernel
 from foredraft.workers import own_threads
 
 # Argument types of the C functions foredraft_<name>, in their order.
@@ -51,19 +51,17 @@ class KernelVocabOps:
     """The C implementation of `decode.vocab_ops.VocabOps`; MemoryError where a kernel gets no work memory."""
 
     def __init__(self) -> None:
-        kernels = library()
-        assert kernels is not None
-        self._call = {
-            name: declare(getattr(kernels, f"foredraft_{name}"), types, allocates=name in ALLOCATING)
-            for name, types in SIGNATURES.items()
-        }
+        signatures = SIGNATURES.items()
+        self._call = {name: kernel(name, *types, allocates=name in ALLOCATING) for name, types in signatures}
+
+    def _run(self, name: str, *given: Tensor | int | None) -> None:
+        """Call a function of the kernels, which reads tensors at their addresses."""
+        self._call[name](*(each if isinstance(each, int) else pointer(each) for each in given))
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)
-        shape, columns = x.shape[:-1], x.shape[-1]
-        ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
-        outs = ids.data_ptr(), finite.data_ptr()
-        self._call["argmax"](x.data_ptr(), ids.numel(), columns, *outs, own_threads())
+        ids, finite = (x.new_empty(x.shape[:-1], dtype=kind) for kind in (torch.int64, torch.bool))
+        self._run("argmax", x, ids.numel(), x.shape[-1], ids, finite, own_threads())
         return ids, finite
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
@@ -71,47 +69,39 @@ class KernelVocabOps:
         x = _rows(x)
         batch, columns, size = x.shape
         probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
-        options = map(pointer, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
-        outs = probs.data_ptr(), finite.data_ptr()
-        self._call["probs"](x.data_ptr(), *options, columns, batch * columns, size, *outs, own_threads())
+        options = by.temperature, by.top_k, by.top_p, by.min_p, by.cut
+        self._run("probs", x, *options, columns, batch * columns, size, probs, finite, own_threads())
         return probs, finite
 
     def max_prob(self, x: Tensor) -> Tensor:
         x = _rows(x)
         out = x.new_empty(x.shape[:-1])
-        self._call["max_prob"](x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), own_threads())
+        self._run("max_prob", x, out.numel(), x.shape[-1], out, own_threads())
         return out
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
         p, q, where = _rows(p), q.contiguous(), where.contiguous()
         out = p.new_empty(p.shape)
-        one_hot = q.dtype == torch.int64
-        distribution_of, id_of = (None, q.data_ptr()) if one_hot else (q.data_ptr(), None)
-        size = where.numel(), p.shape[-1]
-        self._call["residual"](p.data_ptr(), distribution_of, id_of, where.data_ptr(), *size, out.data_ptr())
+        distribution_of, id_of = (None, q) if q.dtype == torch.int64 else (q, None)
+        self._run("residual", p, distribution_of, id_of, where, where.numel(), p.shape[-1], out)
         return out
 
     def excess(self, p: Tensor, q: Tensor, weights: Tensor) -> Tensor:
         p, q, weights = _rows(p), _rows(q), _rows(weights)
         out = weights.new_empty(weights.shape, dtype=torch.float64)
-        size = weights.numel(), p.shape[-1]
-        self._call["excess"](p.data_ptr(), q.data_ptr(), weights.data_ptr(), *size, out.data_ptr())
+        self._run("excess", p, q, weights, weights.numel(), p.shape[-1], out)
         return out
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         drafted, own, lengths = drafted.contiguous(), own.contiguous(), lengths.contiguous()
         found, after = lengths.new_empty(lengths.shape), lengths.new_empty(lengths.shape)
-        outs = found.data_ptr(), after.data_ptr()
-        self._call["match_prefix"](
-            drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs
-        )
+        self._run("match_prefix", drafted, own, lengths, *drafted.shape, found, after)
         return found, after
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
         weights, keys = _rows(weights), keys.contiguous()
         out = keys.new_empty(keys.shape)
-        size = keys.numel(), weights.shape[-1]
-        self._call["gumbel_argmax"](weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), own_threads())
+        self._run("gumbel_argmax", weights, keys, keys.numel(), weights.shape[-1], out, own_threads())
         return out
 
     def hash_keys(
@@ -119,13 +109,13 @@ class KernelVocabOps:
     ) -> Tensor:
         fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
         out = position.new_empty(position.shape)
-        self._call["hash_keys"](*map(pointer, fields), purpose, *position.shape, out.data_ptr())
+        self._run("hash_keys", *fields, purpose, *position.shape, out)
         return out
 
     def uniform(self, keys: Tensor) -> Tensor:
         keys = keys.contiguous()
         out = keys.new_empty(keys.shape, dtype=torch.float64)
-        self._call["uniform"](keys.data_ptr(), keys.numel(), out.data_ptr())
+        self._run("uniform", keys, keys.numel(), out)
         return out
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from foredraft.constraints import ConstraintFactory
-from foredraft.constraints.combined import AllowedTokens, mask_of
+from foredraft.constraints import AllowedTokens, ConstraintFactory, mask_of
 from foredraft.constraints.shared_cache import LRUCache
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import AutoregressiveDrafter

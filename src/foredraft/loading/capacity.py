@@ -19,8 +19,7 @@ from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib, dtype_name
-from foredraft.model.runner import graphs
-from foredraft.model.runner.native import unserved_because
+from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.weights import expanded_bytes, weight_bytes
 
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the memory beside the weights; the rest is for activations
@@ -102,6 +101,8 @@ def _cache_budget(
     models = [target, *(model for found in assets for model in found.models)]
     free = _free_bytes(models, device, kernels) - sum(found.bytes for found in assets)
     if device.type == "cuda":  # a CPU's memory has room for it in the half that the caches leave
+        from foredraft.model.runner import graphs
+
         # CUDA graphs of the target, drafters' models and decisions keep memory for good
         owners = 2 + sum(bool(found.models or found.bytes) for found in assets)
         graph_bytes = graphs.KEPT_BYTES + (_LOGITS["cuda"] - 1) * accept.MOST_BYTES

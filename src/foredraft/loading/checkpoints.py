@@ -33,7 +33,7 @@ from foredraft.loading.machine_limits import free_memory
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.config import GENERATION, generation_defaults
 from foredraft.model.locate import existing, locate, resolve, source_at
-from foredraft.model.quantisation import BITS
+from foredraft.model.quantisation.codes import BITS
 from foredraft.model.runner import Runner
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, ModelSpec

@@ -34,7 +34,7 @@ from foredraft.loading.runners import check_dtype, describe_operators, find_devi
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation import BITS
+from foredraft.model.quantisation.codes import BITS
 from foredraft.model.runner import unserved_because
 from foredraft.model.source import weights_to_come
 from foredraft.model.weights import load_decoder, parameter_count

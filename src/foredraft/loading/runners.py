@@ -14,7 +14,7 @@ from foredraft.kinds.load_options import LoadOptions
 from foredraft.loading.capacity import DEVICES
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib, dtype_name
-from foredraft.model.runner import Runner, cached_shapes, check_compiler, probe_shapes, unserved_because
+from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import expanded_bytes, load_decoder
 
@@ -108,6 +108,8 @@ def _computes(device: torch.device) -> bool:
 def check_compile(options: LoadOptions, device: torch.device) -> None:
     """Raise ConfigError where `compile` is on without a compiler or together with `kernels`."""
     if options.compile:
+        from foredraft.model.runner.compiled import check_compiler
+
         check_compiler(device)
     if options.compile and options.kernels:
         raise ConfigError(
@@ -163,7 +165,9 @@ def make_runner(
     if reason is None:
         runner = Runner(load_decoder(source, device, dtype, native=True, bits=checkpoint.bits, length=length))
     else:
-        probed = cached_shapes(outline, device, probe_shapes) if deterministic else None
+        from foredraft.model.runner.shape_cache import cached_shapes
+
+        probed = cached_shapes(outline, device) if deterministic else None
         decoder = load_decoder(source, device, dtype, bits=checkpoint.bits, length=length)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
     logger.info("%s: %s%s", source, runner.choices, f"; no kernels: {reason}" if reason else "")

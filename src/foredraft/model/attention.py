@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -184,12 +184,7 @@ class _Pinned:
                 torch.backends.cuda.enable_cudnn_sdp(self._before)
 
 
-PINNED, FREE = _Pinned(), nullcontext()
-
-
-def pinned_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention on a device takes the kernels that the self-check has tried."""
-    return PINNED if device.type == "cuda" else FREE
+PINNED = _Pinned()  # in which attention on a GPU takes the kernels that the self-check has tried
 
 
 PIECE = 256  # positions of one product in a weighted sum; attended lengths are multiples of it
@@ -259,7 +254,7 @@ def _batch_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         if rows == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
             # PyTorch's CPU kernel takes up to three times as long for one half-precision query as for two
             q, mask = torch.cat([q, q], 2), torch.cat([mask, mask], 2)
-        with pinned_attention(q.device):
+        with PINNED if q.device.type == "cuda" else nullcontext():
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
         return out[:, :, :rows]
     # bmm over flattened [B, Hk] reads the cache in place; a four-dimensional matmul would copy it

@@ -28,15 +28,8 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from foredraft.model.config import broken, mismatch
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation import (
-    BITS,
-    ActivationFormat,
-    CodeFormat,
-    Codes,
-    Quantisation,
-    WeightFormat,
-    pieces,
-)
+from foredraft.model.quantisation.codes import BITS, CodeFormat, Codes
+from foredraft.model.quantisation.scheme import ActivationFormat, Quantisation, WeightFormat, pieces
 from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec

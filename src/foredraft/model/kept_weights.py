@@ -24,8 +24,8 @@ from foredraft.kernels.building import sources_digest
 from foredraft.kernels.compilation import describe_cpu
 from foredraft.kernels.pool import Arena, as_fast_as_arena
 from foredraft.model.layers import Product
-from foredraft.model.quantisation import CodeFormat
-from foredraft.model.runner.native import NativeCodes, NativeLinear, NativeProduct, is_native
+from foredraft.model.quantisation.codes import CodeFormat
+from foredraft.model.runner.native.products import NativeCodes, NativeLinear, is_native
 from foredraft.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class KeptWeights:
         """Find those of a checkpoint in a dtype and so many bits; `read` gets the tensors that made them."""
         self._began, self._describe = time.time_ns(), functools.partial(_key, source, dtype, bits)
         self._key, self._read = self._describe(), read
-        self._made: dict[str, NativeProduct] = {}
-        self._found: dict[str, NativeProduct] = {}
+        self._made: dict[str, NativeLinear] = {}
+        self._found: dict[str, NativeLinear] = {}
         if (file := user_cache.find_file(KIND, self._key, SUFFIX, large=True)) is not None:
             with (
                 suppress(OSError, RuntimeError),  # it is gone, or there is no memory for the map
@@ -91,26 +91,24 @@ def _key(source: ModelSource, dtype: torch.dtype, bits: int | None) -> dict[str,
         "configs": [source.config, source.base.config],
         "loras": [(name, str(folder)) for name, folder in source.loras],
         "weights": [str(dtype), bits],
-        "code": [torch.__version__, sources_digest(), _code_digest()],
+        "code": [torch.__version__, sources_digest(), code_digest()],
         "cpu": describe_cpu(),
     }
 
 
 @functools.cache
-def _code_digest() -> str:
+def code_digest() -> str:
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _bytes(product: NativeProduct) -> tuple[NativeProduct, torch.dtype, tuple[int, ...]]:
+def _bytes(product: NativeLinear) -> tuple[NativeLinear, torch.dtype, tuple[int, ...]]:
     """Return a layer with its weight as bytes, since PyTorch saves no region of an arena in two dtypes."""
     weight = product.weight
     return replace(product, weight=weight.view(-1).view(torch.uint8)), weight.dtype, tuple(weight.shape)
 
 
-def _restored(
-    kept: dict[str, tuple[NativeProduct, torch.dtype, tuple[int, ...]]],
-) -> dict[str, NativeProduct]:
+def _restored(kept: dict[str, tuple[NativeLinear, torch.dtype, tuple[int, ...]]]) -> dict[str, NativeLinear]:
     """Return layers of a mapped file as they were made, in huge pages of the file, or copied to others."""
     fast, arena, found = as_fast_as_arena([each.weight for each, *_ in kept.values()]), Arena(), {}
     for name, (product, dtype, shape) in kept.items():

@@ -64,6 +64,7 @@ class Product(Protocol):
 class Linear:
     weight: Tensor  # [M, K]
     bias: Tensor | None = None  # [M]
+    inputs: ActivationFormat | None = None  # the numbers that x is rounded to first; None leaves it as it is
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,30 +72,10 @@ class Linear:
         return rows, columns
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x if self.inputs is None else self.inputs.rounded(x), self.weight, self.bias)
 
     def dense(self) -> Tensor:
         return self.weight
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedInputs:
-    linear: Product
-    format: ActivationFormat
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.linear.shape
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.linear.bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(self.format.rounded(x))
-
-    def dense(self) -> Tensor:
-        return self.linear.dense()
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
@@ -182,6 +163,7 @@ class PairInputs:
     join: Product | None
     normed_residual: bool  # it adds that to the normed state
     normed_output: bool  # the state of the pair after is the last layer's output after the final norm
+    final_norm: bool  # the decoder's final norm is the head's; otherwise it has none
 
 
 PROJECTIONS = {"project_in": "model.project_in", "project_out": "model.project_out"}  # outer, of a layout

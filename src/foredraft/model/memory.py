@@ -94,16 +94,14 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     integers = [bits(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1) for tensor in integers]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [_restored(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    return [
+        (part.to(torch.int32).view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32)
-
-
-def _restored(part: Tensor, original: Tensor) -> Tensor:
-    part = part.view(original.shape)
-    return part.to(torch.int32).view(torch.float32) if original.is_floating_point() else part
 
 
 def synchronise(device: torch.device) -> None:

@@ -24,7 +24,8 @@ from foredraft.model.config import CONFIG_KEYS, GENERATION, ConfigReader, read_j
 from foredraft.model.families import FAMILIES
 from foredraft.model.families.shared import Family
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation import Quantisation, read_quantisation
+from foredraft.model.quantisation import read_quantisation
+from foredraft.model.quantisation.scheme import Quantisation
 from foredraft.model.rope import MAX_POSITIONS, Rope
 from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
 from foredraft.model.unsupported import HARMLESS, check_unread, refusal

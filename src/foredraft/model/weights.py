@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,13 +39,11 @@ from foredraft.model.layers import (
     Linear,
     Norm,
     Product,
-    QuantisedInputs,
     RMSNorm,
     RowSource,
 )
-from foredraft.model.quantisation import CodeFormat, Codes, quantise
-from foredraft.model.runner.compiled import pack, packs
-from foredraft.model.runner.native import (
+from foredraft.model.quantisation.codes import CodeFormat, Codes, quantise
+from foredraft.model.runner.native.products import (
     NativeCodes,
     coded_bytes,
     is_native,
@@ -241,6 +239,14 @@ def build_norm(spec: ModelSpec, tensors: TensorSource) -> Norm:
     return _Builder(spec, tensors, pack=False).norm(LAST_NORM)
 
 
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu":
+        return False
+    from foredraft.model.runner.compiled import unpacked_because  # which the kernels do without
+
+    return unpacked_because(device, dtype) is None
+
+
 class _Builder:
     def __init__(
         self,
@@ -253,7 +259,7 @@ class _Builder:
     ) -> None:
         self.spec, self.tensors, self.native, self.bits = spec, tensors, native, bits
         # linear layers copy their weight
-        self.packs = native or (pack and packs(tensors.device, tensors.dtype))
+        self.packs = native or (pack and _packs(tensors.device, tensors.dtype))
         self.arena = Arena()
         self.kept: KeptWeights | None = None
         self.channels, self.qkv_order = channel_order(spec), qkv_order(spec)
@@ -314,13 +320,10 @@ class _Builder:
     ) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows, in an order [M]."""
         make = partial(self._product, names, columns, has_bias, order)
-        product = make() if self.kept is None else self.kept.product(" ".join(names), make)
+        product: Any = make() if self.kept is None else self.kept.product(" ".join(names), make)
         inputs = inputs_of(names, columns, self.spec.quantisation)
-        if inputs is None:
-            return product
-        if is_native(product):
-            return replace(product, inputs=inputs)
-        return QuantisedInputs(product, inputs)
+        made: Product = product if inputs is None else replace(product, inputs=inputs)
+        return made
 
     def _product(self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None) -> Product:
         tensors = self.tensors
@@ -343,7 +346,11 @@ class _Builder:
             weight = codes.expand(weight.dtype)
         if self.native and not weight.is_meta:
             return pack_native(weight, bias, self.arena)
-        return pack(weight, bias) if self.packs else Linear(weight, bias)
+        if not self.packs or weight.is_meta:
+            return Linear(weight, bias)
+        from foredraft.model.runner.compiled import pack
+
+        return pack(weight, bias)
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         prefix = f"{LAYERS}.{index}"

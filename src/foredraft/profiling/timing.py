@@ -26,7 +26,7 @@ from foredraft.decode.engine_target import SILENT, Observer, Phase
 from foredraft.decode.sequence import Sequence
 from foredraft.model.memory import synchronise
 from foredraft.model.runner import DraftInputs, Resume, SamplingInputs
-from foredraft.model.runner.graphs import Graphs
+from foredraft.model.runner.passes import Captures
 
 # Runs of a work for one time that counts, at most: a pass whose shape is new is captured when it runs again,
 # and replayed from then on. One more for a work whose second run has new shapes.
@@ -69,9 +69,9 @@ class TimedTurns:
                 while ran < self.settle:
                     ran += timed(self.works[key], self.device)[0]
             for _ in range(RUNS):  # again where a pass was captured, or will be when it runs again
-                before = Graphs.unsettled
+                before = Captures.unsettled
                 taken, _ = timed(self.works[key], self.device)
-                if Graphs.unsettled == before:
+                if Captures.unsettled == before:
                     break
             if counts:
                 self.seconds[key].append(taken)

@@ -29,8 +29,7 @@ from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.decoder import Decoder
-from foredraft.model.quantisation import BITS, CodeFormat, quantise
-from foredraft.model.quantisation.codes import GROUP
+from foredraft.model.quantisation.codes import BITS, GROUP, CodeFormat, quantise
 from foredraft.model.quantisation.gptq import pack
 from foredraft.model.safetensors_file import INDEX, SINGLE, write_tensors
 from foredraft.model.source import ModelSource

@@ -35,7 +35,7 @@ from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner import DraftInputs, Forward, FusedDraft, Runner
 from foredraft.model.runner.compiled import pack
-from foredraft.model.runner.native import fits, pack_native
+from foredraft.model.runner.native.products import fits, pack_native
 from foredraft.model.spec import ModelSpec, Plan
 
 Head = TypeVar("Head")

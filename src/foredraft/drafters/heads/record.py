@@ -24,7 +24,7 @@ from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import CheckpointTensors, Shapes
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner.native import is_native
+from foredraft.model.runner.native.products import is_native
 from foredraft.model.spec import ModelSpec
 
 

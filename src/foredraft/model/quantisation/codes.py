@@ -9,7 +9,6 @@ least-squares scale of its codes, the best of several, in bfloat16; a C kernel c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import kernel, library
 from foredraft.model.memory import dtype_name
 
 BLOCK_ROWS = 32  # rows that are packed together, so pieces of a weight have whole blocks of them
@@ -249,7 +248,8 @@ def quantise(weight: Tensor, bits: int) -> Codes:
     (rows, columns), shares = weight.shape, SHARES[bits]
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16)
-    _kernel(weight.dtype)(
+    types = c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int
+    kernel(f"quantise_{dtype_name(weight.dtype)}", *types)(
         weight.data_ptr(), rows, columns, bits, (c_float * len(shares))(*shares), len(shares),
         codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -288,10 +288,3 @@ def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def _codes(w: Tensor, scale: Tensor, bits: int) -> Tensor:
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     return (w * inverse).clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).round_()
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype) -> Any:
-    function = getattr(library(), f"foredraft_quantise_{dtype_name(dtype)}")
-    arguments = c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_void_p, c_int
-    return declare(function, arguments)

@@ -45,27 +45,6 @@ BLOCK = 128  # rows and columns of a block
 NOTE = "activations stay in the model's dtype; the method's authors round them to FP8 too"
 
 
-@dataclass(frozen=True, slots=True)
-class FP8BlockFormat(WeightFormat):
-    scales: str = "weight_scale_inv"  # the suffix of the tensor of scales
-
-    def __str__(self) -> str:
-        return f"FP8 in blocks of {BLOCK} x {BLOCK}"
-
-    @property
-    def code_format(self) -> CodeFormat:
-        return CodeFormat(8, float8=True)
-
-    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        rows, columns = shape
-        blocks = -(-rows // BLOCK), -(-columns // BLOCK)
-        return {"weight": TensorSpec(shape, ("F8_E4M3",)), self.scales: TensorSpec(blocks, SCALES)}
-
-    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        scales = tensors[self.scales].repeat_interleave(BLOCK, dim=0)[: shape[0]]
-        return Codes(tensors["weight"], scales, BLOCK, self.code_format)
-
-
 def read_fp8(read: ConfigReader, naming: Naming) -> Quantisation:
     if read.take("activation_scheme", "dynamic") != "dynamic":
         raise read.error("activation_scheme", "fixed scales of activations are not supported")
@@ -88,7 +67,7 @@ def read_fp8(read: ConfigReader, naming: Naming) -> Quantisation:
     kept = [re.escape(name) for key in lists for name in read_names(read, key)]
     pattern = rf"(?:.*\.)?(?:{'|'.join(kept)})(?:\.|\Z)" if kept else exactly([naming.stored_module(HEAD)])
     rules = [] if lists and not kept else [SchemeRule(pattern, None)]
-    blocks = SchemeRule("", FP8BlockFormat(), layer_class=LINEAR)
+    blocks = SchemeRule("", PlainFormat(True, "block", BLOCK, True, "weight_scale_inv"), layer_class=LINEAR)
     return Quantisation("fp8", (*rules, blocks), NOTE, float32_scales=True)
 
 
@@ -134,13 +113,14 @@ class PlainFormat(WeightFormat):
     """The format of numbers of 8 bits that have a dtype of their own."""
 
     float8: bool  # the numbers are float8_e4m3fn; otherwise int8
-    strategy: str  # what shares a scale: "group", "channel" or "tensor"
-    group: int | None  # columns of a group; None unless groups share a scale
+    strategy: str  # what shares a scale: "block", "group", "channel" or "tensor"
+    group: int | None  # columns of a block or a group; None if a row is one
     symmetric: bool  # there are no zero points
+    scales: str = "weight_scale"  # the suffix of the tensor of scales
 
     def __str__(self) -> str:
-        numbers = "FP8" if self.float8 else "8 bits"
-        return f"{numbers} {'per tensor' if self.strategy == 'tensor' else shown_group(self.group)}"
+        shares = {"tensor": "per tensor", "block": f"in blocks of {BLOCK} x {BLOCK}"}
+        return f"{'FP8' if self.float8 else '8 bits'} {shares.get(self.strategy) or shown_group(self.group)}"
 
     @property
     def code_format(self) -> CodeFormat | None:
@@ -149,18 +129,22 @@ class PlainFormat(WeightFormat):
 
     def parts(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         rows, columns = shape
-        scales = (1,) if self.strategy == "tensor" else (rows, count_groups(module, columns, self.group))
-        found = {
-            "weight": TensorSpec(shape, ("F8_E4M3",) if self.float8 else ("I8",)),
-            "weight_scale": TensorSpec(scales, SCALES),
-        }
+        if self.strategy == "block":
+            scales: tuple[int, ...] = -(-rows // BLOCK), -(-columns // BLOCK)
+        else:
+            groups = count_groups(module, columns, self.group)
+            scales = (1,) if self.strategy == "tensor" else (rows, groups)
+        weight = TensorSpec(shape, ("F8_E4M3",) if self.float8 else ("I8",))
+        found = {"weight": weight, self.scales: TensorSpec(scales, SCALES)}
         return found if self.symmetric else found | {"weight_zero_point": TensorSpec(scales, ("I8",))}
 
     def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         rows, columns = shape
-        codes, scales = tensors["weight"], tensors["weight_scale"]
+        codes, scales = tensors["weight"], tensors[self.scales]
         if self.strategy == "tensor":
             scales = scales[None].expand(rows, 1)
+        elif self.strategy == "block":
+            scales = scales.repeat_interleave(BLOCK, dim=0)[:rows]
         if not self.symmetric:
             zeros = tensors["weight_zero_point"]
             codes = subtract_zeros(codes, zeros[None] if zeros.dim() == 1 else zeros, 8)
@@ -268,11 +252,9 @@ def _weights(read: ConfigReader, layout: str) -> WeightFormat:
     blocks = strategy == "block"
     read.choice("block_structure", ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}") if blocks else (None,), None)
     read.choice("scale_dtype", SCALE_DTYPES, None)
-    if blocks:
-        return FP8BlockFormat("weight_scale")
     if layout == PACKED:
         return PackedFormat(bits, group, symmetric)
-    return PlainFormat(float8, strategy, group, symmetric)
+    return PlainFormat(float8, strategy, BLOCK if blocks else group, symmetric)
 
 
 def _rule(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name, upload
-from foredraft.model.runner.compiled import check_compiler
-from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
-from foredraft.model.runner.native import NativeBackend, unserved_because
+from foredraft.model.runner.native.check import unserved_because
+from foredraft.model.runner.native.native_backend import NativeBackend
 from foredraft.model.runner.passes import (
+    CHUNK,
     DraftInputs,
     DraftVocab,
     Forward,
@@ -32,17 +32,16 @@ from foredraft.model.runner.passes import (
     Resume,
     SamplingInputs,
 )
-from foredraft.model.runner.shape_cache import cached_shapes
-from foredraft.model.runner.torch_backend import CHUNK, TorchBackend
 from foredraft.model.spec import Plan
 
-__all__ = [
-    "DraftInputs", "DraftVocab", "Forward", "FusedDraft", "InvariantShapes", "Leaves", "PassOptions",
-    "Resume", "Runner", "SamplingInputs", "cached_shapes", "check_compiler", "next_chunk", "probe_shapes",
-    "unserved_because",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from foredraft.model.runner.invariant_shapes import InvariantShapes
+    from foredraft.model.runner.torch_backend import TorchBackend
 
-MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
+__all__ = [
+    "DraftInputs", "DraftVocab", "Forward", "FusedDraft", "Leaves", "PassOptions", "Resume", "Runner",
+    "SamplingInputs", "next_chunk", "unserved_because",
+]  # fmt: skip
 
 
 def next_chunk(position: int, stop: int, chunk: int) -> int:
@@ -74,13 +73,13 @@ class Runner:
         compile: bool = False,  # run the parts of each layer through torch.compile
     ) -> None:
         self.decoder, self.compiled = decoder, compile
-        by_kernels = NativeBackend.of(decoder)
-        self.backend: NativeBackend | TorchBackend = by_kernels or TorchBackend(
-            decoder, deterministic, probed, shapes, compile
-        )
-        self.shapes, self.by_kernels = self.backend.shapes, self.backend.native
-        self.takes_leaves = self.backend.takes_leaves
-        self.max_queries = max(self.shapes.query_buckets, default=MAX_QUERIES)
+        backend: NativeBackend | TorchBackend | None = NativeBackend.of(decoder)
+        if backend is None:
+            from foredraft.model.runner.torch_backend import TorchBackend  # which the kernels do without
+
+            backend = TorchBackend(decoder, deterministic, probed, shapes, compile)
+        self.backend, self.by_kernels, self.takes_leaves = backend, backend.native, backend.takes_leaves
+        self.shapes, self.max_queries = backend.shapes, backend.max_queries
         self.chunk = CHUNK  # positions of a prefill pass
         self.forwarded = 0  # real columns that were computed so far, of all passes
         self._full = Plan.full(decoder.spec.layers)
@@ -174,8 +173,6 @@ class Runner:
         if not self.backend.fuses:
             return None
         tokens, starts, lengths, active = inputs.tokens, inputs.starts, inputs.lengths, inputs.active
-        if not all(tokens[row] for row in active):
-            raise ValueError("a row that drafts has to read a token first")
         last = max(starts[row] + len(tokens[row]) + lengths[row] - 1 for row in active)
         if last > cache.scratch:
             row = f"a cache row of {cache.positions} positions"

@@ -104,16 +104,11 @@ ROWS_HINT = 16  # rows of x that oneDNN chooses the layout for: a verifying pass
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear:
-    weight: Tensor  # [M, K] in a layout that only oneDNN reads
-    bias: Tensor | None = None  # [M], or None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.weight.shape
-        return rows, columns
+class PackedLinear(Linear):
+    """A product whose weight lies in a layout that only oneDNN reads."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.inputs is None else self.inputs.rounded(x)
         if torch.compiler.is_compiling():
             traced: Tensor = torch.ops.foredraft.packed_linear(x, self.weight, self.bias)
             return traced
@@ -142,10 +137,6 @@ def _packed(weight: Tensor) -> Tensor:
     return out
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    return unpacked_because(device, dtype) is None
-
-
 def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why `pack` gives ordinary products; None where it packs."""
     return _fault(dtype) if device.type == "cpu" else "not on a CPU"
@@ -153,7 +144,7 @@ def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
     """Return the fastest product with a weight [M, K] and a bias [M]."""
-    if packs(weight.device, weight.dtype):
+    if unpacked_because(weight.device, weight.dtype) is None:
         return PackedLinear(_packed(weight.contiguous()), bias)
     return Linear(weight, bias)
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from foredraft.model.runner.passes import Captures
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,18 @@ def flattened(tree: object) -> tuple[list[Tensor], tuple[object, ...]]:
     """Return the tensors of a tree, and its structure, which is hashable where its other values are."""
     tensors: list[Tensor] = []
     structure: list[object] = []
-    _flatten(tree, tensors, structure)
+
+    def flatten(tree: object) -> None:
+        if isinstance(tree, Tensor):
+            tensors.append(tree)
+            structure.append((tree.shape, tree.dtype))
+            return
+        kind, parts, _ = _taken_apart(tree)
+        structure.append(kind)
+        for part in parts:
+            flatten(part)
+
+    flatten(tree)
     return tensors, tuple(structure)
 
 
@@ -60,39 +73,23 @@ def fill(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(to, source, non_blocking=True)
 
 
-def _flatten(tree: object, tensors: list[Tensor], structure: list[object]) -> None:
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-        structure.append((tree.shape, tree.dtype))
-        return
-    names = _names(type(tree))  # type: ignore[arg-type]
-    if names is not None:
-        structure.append(type(tree))
-        for name in names:
-            _flatten(getattr(tree, name), tensors, structure)
-    elif isinstance(tree, dict):
-        structure.append(tuple(tree))
-        for value in tree.values():
-            _flatten(value, tensors, structure)
-    elif isinstance(tree, (tuple, list)):
-        structure.append(len(tree))
-        for value in tree:
-            _flatten(value, tensors, structure)
-    else:
-        structure.append(tree)
-
-
 def _rebuilt(tree: Any, next_tensor: Callable[[], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return next_tensor()
-    names = _names(type(tree))  # type: ignore[arg-type]
-    if names is not None:
-        return type(tree)(**{name: _rebuilt(getattr(tree, name), next_tensor) for name in names})
+    _, parts, joined = _taken_apart(tree)
+    return joined([_rebuilt(part, next_tensor) for part in parts])
+
+
+def _taken_apart(tree: Any) -> tuple[object, Collection[Any], Callable[[list[Any]], Any]]:
+    """Return what a tree is besides its parts, these, and what makes such a tree of other parts."""
+    if (names := _names(type(tree))) is not None:  # type: ignore[arg-type]
+        parts = [getattr(tree, name) for name in names]
+        return type(tree), parts, lambda parts: type(tree)(**dict(zip(names, parts, strict=True)))
     if isinstance(tree, dict):
-        return {key: _rebuilt(value, next_tensor) for key, value in tree.items()}
+        return tuple(tree), tree.values(), lambda parts: dict(zip(tree, parts, strict=True))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_rebuilt(value, next_tensor) for value in tree)
-    return tree
+        return len(tree), tree, type(tree)
+    return tree, (), lambda _: tree
 
 
 @cache
@@ -123,12 +120,6 @@ class CapturedGraph:
     output: Any  # its result, a tree, which each replay overwrites
 
 
-class GraphCapturer(Protocol):
-    """The maker of graphs."""
-
-    def capture(self, compute: Callable[[], Any]) -> CapturedGraph: ...
-
-
 def coarse_length(length: int) -> int:
     """Round an attended length up to one of a few per doubling; it stays a multiple of its quantum."""
     step = 1 << max(0, (length - 1).bit_length() - LENGTHS_PER_DOUBLING.bit_length())
@@ -136,10 +127,8 @@ def coarse_length(length: int) -> int:
 
 
 class Graphs:
-    unsettled: ClassVar[int] = 0  # runs in this process, of all users, whose key was new or was just captured
-
     def __init__(
-        self, capturer: GraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
+        self, capturer: CudaGraphCapturer, bound: int = MAX_GRAPHS, kept_bytes: int = KEPT_BYTES
     ) -> None:
         self.capturer, self.bound, self.kept_bytes, self.failures = capturer, bound, kept_bytes, 0
         # by owner, in the order of use; None: the key has occurred
@@ -155,7 +144,7 @@ class Graphs:
         tensors, structure = flattened(inputs)
         whole_key = (key, structure)
         if whole_key not in kept:
-            Graphs.unsettled += 1
+            Captures.unsettled += 1
             kept[whole_key] = None
             if len(kept) > self.bound:
                 kept.popitem(last=False)
@@ -163,7 +152,7 @@ class Graphs:
         kept.move_to_end(whole_key)
         entry = kept[whole_key]
         if entry is None and self._saved >= CAPTURE_PASSES:
-            Graphs.unsettled += 1
+            Captures.unsettled += 1
             self._saved -= CAPTURE_PASSES
             entry = kept[whole_key] = self._capture(compute, inputs, alive)
             self._shrink(kept)

@@ -59,10 +59,8 @@ class InvariantShapes:
     """Shapes that passes may have: at all of them, a row has the same bits."""
 
     query_buckets: tuple[int, ...]  # the columns per row that a pass is padded to; empty allows any number
-    row_low: int  # the rows of a product, at least
-    row_high: int  # the rows of a product, at most; 0 allows any number
+    span: RowSpan | None  # the rows of a product; None allows any number
     length_quantum: int  # attended lengths are multiples of it, in positions; WHOLE attends the whole cache
-    row_step: int = 1  # the rows of a product are multiples of it
     apart: bool = False  # attend row by row, because the bits of attention depend on the batch size
     found: bool = True  # False: no two shapes agree, and one fixed shape serves all passes
 
@@ -71,15 +69,12 @@ class InvariantShapes:
             return "any shape, not deterministic"
         kind = "batch-invariant shapes" if self.found else "one shape for all passes, because no two agree"
         columns = ", ".join(map(str, self.query_buckets))
-        step = "" if self.row_step == 1 else f" by {self.row_step}"
+        span = self.span or RowSpan(0, 0)
+        step = "" if span.step == 1 else f" by {span.step}"
         apart = ", attention row by row" if self.apart else ""
-        rows = f"{self.row_low} to {self.row_high} rows{step}"
+        rows = f"{span.low} to {span.high} rows{step}"
         lengths = "the whole cache" if self.length_quantum == WHOLE else f"lengths by {self.length_quantum}"
         return f"{kind}: {columns} columns, {rows}, {lengths}{apart}"
-
-    @property
-    def span(self) -> RowSpan | None:
-        return RowSpan(self.row_low, self.row_high, self.row_step) if self.row_high else None
 
     def queries(self, width: int, batch: int) -> int:
         """Return the query count for `width` columns: the smallest bucket that gives products enough rows."""
@@ -89,30 +84,23 @@ class InvariantShapes:
         if not fitting:
             most = self.query_buckets[-1]
             raise ValueError(f"{width} columns exceed the widest batch-invariant pass ({most})")
-        return next((bucket for bucket in fitting if bucket * batch >= self.row_low), fitting[0])
+        low = 0 if self.span is None else self.span.low
+        return next((bucket for bucket in fitting if bucket * batch >= low), fitting[0])
 
     def length(self, positions: int) -> int:
         """Return the attended length that covers `positions`; a pass cuts it to what its cache stores."""
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
-    def for_prefill(self, buckets: tuple[int, ...]) -> InvariantShapes:
-        """Return shapes for prefill, whose chunks need not agree with others: products of any row count."""
-        return replace(self, query_buckets=buckets, row_low=0, row_high=0, row_step=1)
-
 
 ONE_SHAPE = "every pass uses one fixed shape"  # what FALLBACK means, for the log
 
 # any shape, without a promise about bits
-ANY_SHAPE = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
-# for the C kernels, which are batch-invariant at any shape
-KERNEL_SHAPES = InvariantShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
+ANY_SHAPE = InvariantShapes(query_buckets=(), span=None, length_quantum=64)
 # one shape for every pass: libraries then choose the same kernels for all
 FALLBACK = InvariantShapes(
     query_buckets=(REFERENCE,),
-    row_low=REFERENCE,
-    row_high=REFERENCE,
+    span=RowSpan(REFERENCE, REFERENCE, REFERENCE),
     length_quantum=max(LENGTH_QUANTA),
-    row_step=REFERENCE,
     apart=True,
     found=False,
 )
@@ -150,7 +138,7 @@ def probe_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
             agreeing = [_agreeing_queries(*each, reach, quantum, apart) for each in probes]
             kept = tuple(count for count in agreeing[0] if all(count in others for others in agreeing))
             if len(kept) > len(best):
-                best, shapes = kept, InvariantShapes(kept, span.low, span.high, quantum, span.step, apart)
+                best, shapes = kept, InvariantShapes(kept, span, quantum, apart)
             if 2 * len(kept) > len(QUERY_COUNTS):
                 break  # a longer quantum costs more than the few buckets that it may add
         if len(best) > 1:

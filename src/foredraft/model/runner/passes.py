@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
 from foredraft.model.spec import Plan
+
+CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
+MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
+
+
+class Captures:
+    unsettled: ClassVar[int] = 0  # passes of this process that a CUDA graph may replay when they recur
 
 
 class DrawnToken(Protocol):

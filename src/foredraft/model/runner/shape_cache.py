@@ -7,37 +7,31 @@ kept.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from foredraft import user_cache
 from foredraft.kernels.compilation import describe_cpu
-from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
-from foredraft.model.runner import compiled, invariant_shapes, probes
-from foredraft.model.runner.compiled import packs
-from foredraft.model.runner.invariant_shapes import InvariantShapes
+from foredraft.model.kept_weights import code_digest
+from foredraft.model.layers import RowSpan
+from foredraft.model.runner.compiled import unpacked_because
+from foredraft.model.runner.invariant_shapes import InvariantShapes, probe_shapes
 
 KIND = "shapes"  # of the user's cache
-# the probing code, and the code that it probes
-CODE = (attention, attention, invariant_shapes, layers, layers, compiled, probes)
 # prefixes of the variables by which the libraries below PyTorch choose their kernels
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
 
-def cached_shapes(
-    outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], InvariantShapes]
-) -> InvariantShapes:
+def cached_shapes(outline: Decoder, device: torch.device) -> InvariantShapes:
     key = _cache_key(outline, device)
-    if (cached := _parsed(user_cache.read(KIND, key))) is not None:
-        return cached
-    found = probe(outline, device)
+    if (kept := user_cache.read(KIND, key)) is not None:
+        span, buckets = RowSpan(**kept["span"]), tuple(kept["query_buckets"])
+        return InvariantShapes(**kept | {"span": span, "query_buckets": buckets})
+    found = probe_shapes(outline, device)
     if found.found:
         user_cache.write(KIND, key, asdict(found))
     return found
@@ -48,7 +42,7 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
     return {
         "model": repr(outline.spec),
         "dtype": str(outline.dtype),
-        "packed": packs(device, outline.dtype),
+        "packed": unpacked_because(device, outline.dtype),
         "device": [device.type, *(_gpu(device) if device.type == "cuda" else describe_cpu())],
         "threads": torch.get_num_threads(),
         "torch": [torch.__version__, torch.__config__.show()],
@@ -65,7 +59,7 @@ def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
         "environment": sorted(
             f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES)
         ),
-        "code": [hashlib.sha256(Path(str(each.__file__)).read_bytes()).hexdigest() for each in CODE],
+        "code": code_digest(),
     }
 
 
@@ -86,28 +80,3 @@ def _gpu(device: torch.device) -> list[str]:
     capability = f"{properties.major}.{properties.minor}"
     versions = torch.version.cuda, cudnn.version()
     return [properties.name, capability, *map(str, (properties.multi_processor_count, *versions))]
-
-
-def _parsed(document: Any) -> InvariantShapes | None:
-    """Return the shapes in a document of the cache; None where probing could not have written them."""
-    try:
-        found = InvariantShapes(**document | {"query_buckets": tuple(document["query_buckets"])})
-        return found if _plausible(found) else None
-    except (LookupError, TypeError):
-        return None
-
-
-def _plausible(found: InvariantShapes) -> bool:
-    numbers = (*found.query_buckets, found.row_low, found.row_high, found.length_quantum, found.row_step)
-    return (
-        all(type(number) is int for number in numbers)
-        and found.found is True
-        and type(found.apart) is bool
-        and found.length_quantum in invariant_shapes.LENGTH_QUANTA
-        and len(found.query_buckets) > 1
-        and list(found.query_buckets)
-        == [n for n in invariant_shapes.QUERY_COUNTS if n in found.query_buckets]
-        and {found.row_low, found.row_high} <= set(invariant_shapes.ROW_COUNTS)
-        and found.row_low <= invariant_shapes.REFERENCE <= found.row_high
-        and found.row_step in invariant_shapes.ROW_STEPS
-    )

@@ -30,7 +30,16 @@ from foredraft.model.rope import Rope
 from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.invariant_shapes import ANY_SHAPE, InvariantShapes, find_shapes
-from foredraft.model.runner.passes import DraftInputs, DraftSampler, DrawnToken, Forward, FusedDraft, Pass
+from foredraft.model.runner.passes import (
+    CHUNK,
+    MAX_QUERIES,
+    DraftInputs,
+    DraftSampler,
+    DrawnToken,
+    Forward,
+    FusedDraft,
+    Pass,
+)
 from foredraft.model.spec import ModelSpec, Plan
 
 FIRST: Final = 2  # columns of the first step: after a draft that was accepted whole, it reads two tokens
@@ -56,50 +65,6 @@ class StepInputs:
     last: Tensor  # the column of the last, [B] int64
     lengths: Tensor  # the tokens that each row drafts, [B] int64
     draws: DraftSampler  # draws the tokens
-
-
-def draft_shape(
-    spec: ModelSpec,
-    shapes: InvariantShapes,
-    cache: CacheLayers,
-    inputs: DraftInputs,
-    plan: Plan,
-    exit: int | None,
-    length_of: Callable[[int], int],
-) -> DraftShape | None:
-    """Return the shape of a draft; None where its steps have to be single."""
-    batch, steps = len(inputs.lengths), max(inputs.lengths)
-    if inputs.draws is None or inputs.allowed is not None:
-        return None
-    if inputs.draws.dense and batch * steps * spec.vocab_size * torch.float32.itemsize > MOST_BYTES:
-        return None
-    width = max(FIRST, *map(len, inputs.tokens))
-    first, later = shapes.queries(width, batch), shapes.queries(1, batch)
-    # The last column of any row, padding and the steps past its own draft included.
-    reach = max(first, width + steps - 2 + later)
-    if max(inputs.starts[row] for row in inputs.active) + reach > cache.scratch or reach > cache.slack:
-        return None
-    last = max(inputs.starts[row] + max(width, len(inputs.tokens[row]) + steps - 1) for row in inputs.active)
-    aux_layers = () if exit is None else (exit,)
-    whole = PassShape(
-        0, batch, width, first, length_of(last), shapes.span, shapes.apart,
-        plan, 0, spec.layers, aux_layers, head=True,
-    )  # fmt: skip
-    return DraftShape(whole, replace(whole, columns=1, queries=later), steps)
-
-
-def step_inputs(
-    inputs: DraftInputs, shape: DraftShape, cache: CacheLayers, device: torch.device
-) -> StepInputs:
-    assert inputs.draws is not None
-    width, batch = shape.first.columns, len(inputs.tokens)
-    padded = [[*own, *[own[-1]] * (width - len(own))] for own in inputs.tokens]
-    rows = zip(inputs.starts, inputs.lengths, strict=True)
-    starts = [start if length else cache.scratch for start, length in rows]
-    last = [len(own) - 1 for own in inputs.tokens]
-    flat = upload([*(id for own in padded for id in own), *starts, *last, *inputs.lengths], device)
-    tokens, first, read, lengths = torch.split(flat, [batch * width, batch, batch, batch])
-    return StepInputs(tokens.view(batch, width), first, read, lengths, inputs.draws)
 
 
 def draft_steps(
@@ -151,7 +116,6 @@ class RaggedRule:
 COSTS = {"cpu": (8, 2**23), "cuda": (256, 2**32)}
 
 
-CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 PREFILL_BUCKETS = (8, 16, 32, 64, 128, CHUNK)  # columns that a prefill pass is padded to
 
 
@@ -171,7 +135,9 @@ class TorchBackend:
         self._run: RunLayers = partial(decoder.run, parts=compiled_parts()) if compile else decoder.run
         if shapes is None:
             shapes = find_shapes(decoder, probed, self._run) if deterministic else ANY_SHAPE
-        self.shapes, self._prefill_shapes = shapes, shapes.for_prefill(PREFILL_BUCKETS)
+        self.shapes = shapes  # chunks of a prefill need not agree with others: products of any row count
+        self._prefill_shapes = replace(shapes, query_buckets=PREFILL_BUCKETS, span=None)
+        self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
         self.gathers: bool | None = None  # None: where it pays
         # the captured CUDA graphs; None: passes are not captured
         self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None
@@ -228,17 +194,44 @@ class TorchBackend:
     def draft(
         self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, exit: int | None
     ) -> FusedDraft | None:
-        graphs = self.graphs
-        if graphs is None or inputs.draft_vocab is not None:
+        shape = self._draft_shape(cache, inputs, plan, exit)
+        if shape is None or self.graphs is None or inputs.draws is None:
             return None
-        shapes = ANY_SHAPE if exit is None else self.shapes
-        length_of = partial(_length, shapes, cache, coarse=True)
-        shape = draft_shape(self.decoder.spec, shapes, cache, inputs, plan, exit, length_of)
-        if shape is None:
-            return None
+        width, batch = shape.first.columns, len(inputs.tokens)
+        padded = [[*own, *[own[-1]] * (width - len(own))] for own in inputs.tokens]
+        rows = zip(inputs.starts, inputs.lengths, strict=True)
+        starts = [start if length else cache.scratch for start, length in rows]
+        last = [len(own) - 1 for own in inputs.tokens]
+        values = [*(id for own in padded for id in own), *starts, *last, *inputs.lengths]
+        flat = upload(values, self.decoder.device)
+        tokens, first, read, lengths = torch.split(flat, [batch * width, batch, batch, batch])
         compute = partial(draft_steps, partial(self._compute, cache), shape)
-        steps = step_inputs(inputs, shape, cache, self.decoder.device)
-        return graphs.run(compute, steps, owner=cache, key=shape, alive=self._tables)
+        steps = StepInputs(tokens.view(batch, width), first, read, lengths, inputs.draws)
+        return self.graphs.run(compute, steps, owner=cache, key=shape, alive=self._tables)
+
+    def _draft_shape(
+        self, cache: CacheLayers, inputs: DraftInputs, plan: Plan, exit: int | None
+    ) -> DraftShape | None:
+        """Return the shape of a draft; None where its steps have to be single."""
+        spec, shapes = self.decoder.spec, ANY_SHAPE if exit is None else self.shapes
+        batch, steps = len(inputs.lengths), max(inputs.lengths)
+        if inputs.draws is None or inputs.allowed is not None or inputs.draft_vocab is not None:
+            return None
+        if inputs.draws.dense and batch * steps * spec.vocab_size * torch.float32.itemsize > MOST_BYTES:
+            return None
+        width = max(FIRST, *map(len, inputs.tokens))
+        first, later = shapes.queries(width, batch), shapes.queries(1, batch)
+        # The last column of any row, padding and the steps past its own draft included.
+        reach = max(first, width + steps - 2 + later)
+        starts = inputs.starts
+        if max(starts[row] for row in inputs.active) + reach > cache.scratch or reach > cache.slack:
+            return None
+        last = max(starts[row] + max(width, len(inputs.tokens[row]) + steps - 1) for row in inputs.active)
+        whole = PassShape(
+            0, batch, width, first, _length(shapes, cache, last, coarse=True), shapes.span, shapes.apart,
+            plan, 0, spec.layers, () if exit is None else (exit,), head=True,
+        )  # fmt: skip
+        return DraftShape(whole, replace(whole, columns=1, queries=later), steps)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.decoder.head(hidden)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import library, unavailable_because
+from foredraft.kernels.compilation import kernel, library, unavailable_because
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import SUPER, CodeFormat, Codes, codebook_values
 from foredraft.model.quantisation.scheme import rounded_to_integers
@@ -156,9 +156,7 @@ def _attention(probe: AttentionProbe, batch: int, queries: int, place: int, scal
     model.layer = ctypes.pointer(layer)
     pass_: CPass = pass_struct(cache, [(row, start, queries, start) for row, start in enumerate(starts)], ())
     out = torch.empty_like(x)
-    kernels = library()
-    assert kernels is not None
-    attend = getattr(kernels, "foredraft_attend" + suffix(q.dtype))
-    tensors = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (qkv, out))
-    attend(ctypes.byref(model), ctypes.byref(pass_), *tensors, torch.get_num_threads())
+    attend = kernel(f"attend{suffix(q.dtype)}", *(ctypes.c_void_p,) * 4, ctypes.c_int)
+    tensors = qkv.data_ptr(), out.data_ptr()
+    attend(ctypes.addressof(model), ctypes.addressof(pass_), *tensors, torch.get_num_threads())
     return out.view(batch, queries, spec.heads, spec.head_dim)[place]

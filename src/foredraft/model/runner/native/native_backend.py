@@ -14,21 +14,19 @@ from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
-from foredraft.kernels.compilation import declare, level_in_use, library
+from foredraft.kernels.compilation import kernel, level_in_use
 from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Layer
-from foredraft.model.layers import LayerInputs, Norm, PairInputs, Product, RowSource
+from foredraft.model.decoder import Decoder
+from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner.invariant_shapes import KERNEL_SHAPES
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
     ACTIVATIONS,
@@ -45,35 +43,9 @@ from foredraft.model.runner.native.structs import (
     norm_struct,
     pass_struct,
 )
-from foredraft.model.runner.passes import DraftInputs, Forward, FusedDraft, Pass
-from foredraft.model.spec import ModelSpec, Plan
+from foredraft.model.runner.passes import MAX_QUERIES, DraftInputs, Forward, FusedDraft, Pass
+from foredraft.model.spec import Plan
 from foredraft.workers import own_threads
-
-
-class Weights(Protocol):
-    """The weights that the kernels run: a decoder's, or a draft head's. Attributes as in `Decoder`."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def embedding(self) -> Tensor | RowSource: ...
-    @property
-    def embedding_scale(self) -> float | None: ...
-    @property
-    def learned_positions(self) -> Tensor | None: ...
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-    @property
-    def norm(self) -> Norm | None: ...  # None: nothing stands before the head
-    @property
-    def output(self) -> Product: ...
-    @property
-    def inputs(self) -> LayerInputs | None: ...
-    @property
-    def products(self) -> list[Product]: ...
-
 
 POINTER, TWO, THREE = c_void_p, (c_void_p,) * 2, (c_void_p,) * 3
 PLAN = (c_char_p, c_char_p)
@@ -99,19 +71,18 @@ class NativeBackend:
     native = True
     fuses = True
     takes_leaves = True
-    shapes = KERNEL_SHAPES  # any, because no sum has another order at another shape
+    shapes, max_queries = None, MAX_QUERIES  # any, because no sum has another order at another shape
 
     @classmethod
-    def of(cls, decoder: Weights, pairs: PairInputs | None = None) -> NativeBackend | None:
+    def of(cls, decoder: Decoder, pairs: PairInputs | None = None) -> NativeBackend | None:
         """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
         join = [] if pairs is None or pairs.join is None else [pairs.join]
         packed = all(map(is_native, [*decoder.products, *join]))
         widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
         return cls(decoder, pairs) if packed and widest <= MAX_HEAD_DIM else None
 
-    def __init__(self, decoder: Weights, pairs: PairInputs | None = None) -> None:
-        spec, kernels = decoder.spec, library()
-        assert kernels is not None
+    def __init__(self, decoder: Decoder, pairs: PairInputs | None = None) -> None:
+        spec = decoder.spec
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
         self.ropes = list(spec.ropes)
@@ -127,6 +98,7 @@ class NativeBackend:
         widest = max(spec.hidden_size, pairs_read, *heads, *inner, spec.layer_input_size)
         room = room_of(widest, decoder.dtype)
         learned = decoder.learned_positions
+        norm = decoder.norm if pairs is None or pairs.final_norm else None
         self._model = CModel(
             spec.layers, spec.hidden_size, spec.heads,
             ACTIVATIONS[spec.activation], spec.gated, spec.parallel_residual,
@@ -136,7 +108,7 @@ class NativeBackend:
             CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
             decoder.embedding_scale or 0.0,
             pointer(learned), 0 if learned is None else len(learned) - 1,
-            norm_struct(decoder.norm), linear_struct_of(decoder.output, spec.logit_scale),
+            norm_struct(norm), linear_struct_of(decoder.output, spec.logit_scale),
             self._layers,
         )  # fmt: skip
         self._inputs = 0  # elements of the layers' inputs of a column
@@ -150,7 +122,7 @@ class NativeBackend:
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
         self._forward, self._make_inputs, self._head, self._norms, self._draft = (
-            declare(getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}"), types, allocates=allocates)
+            kernel(name + suffix(decoder.dtype), *types, allocates=allocates)
             for name, (types, allocates) in SIGNATURES.items()
         )
 
@@ -273,11 +245,10 @@ class NativeBackend:
         vocab, hidden_size = inputs.draft_vocab, self.decoder.spec.hidden_size
         vocabulary = self.decoder.spec.vocab_size if vocab is None else vocab.vocabulary
         read = [token for row in active for token in inputs.tokens[row]]
-        pass_ = pass_struct(cache, _runs(inputs.starts, inputs.tokens, active), self._rotary)
-        drawn, finite = (
-            torch.zeros(rows, steps, dtype=torch.int64),
-            torch.zeros(rows, steps, dtype=torch.bool),
-        )
+        starts, tokens = inputs.starts, inputs.tokens
+        groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
+        pass_ = pass_struct(cache, groups, self._rotary)
+        drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
         most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
         further = torch.full((rows, steps, most), -1) if most else None
         if inputs.sampling is not None:
@@ -373,10 +344,6 @@ def _groups(pass_: Pass) -> Groups:
             groups.append((row, first, len(columns), first))
         groups += [(row, start + place, 1, start + column) for column, place in pass_.leaves_of(b).items()]
     return groups
-
-
-def _runs(starts: Sequence[int], tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> Groups:
-    return [(row, starts[row], len(tokens[row]), starts[row]) for row in rows]
 
 
 def _draft_numbers(inputs: DraftInputs, read: list[int], steps: int) -> array[int]:

@@ -8,29 +8,20 @@ share a scale, and the sum is scaled in float32.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterable
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.compilation import kernel, library
 from foredraft.kernels.pool import Arena
 from foredraft.kernels.vocab import pointer
 from foredraft.model.layers import Product, RowSource
 from foredraft.model.memory import dtype_name
-from foredraft.model.quantisation.codes import (
-    CODEBOOKS,
-    GROUP,
-    SUPER,
-    CodeFormat,
-    Codes,
-    codebook_values,
-    quantise,
-)
+from foredraft.model.quantisation.codes import CODEBOOKS, GROUP, SUPER, CodeFormat, Codes, quantise
 from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.workers import own_threads
 
@@ -66,30 +57,74 @@ class CLinear(ctypes.Structure):
 class NativeLinear:
     """The product of x [N, K] with a packed weight [M, K], plus its bias."""
 
-    weight: Tensor  # the packed weight, [ceil(M / 32), K, 32] of the weight's dtype; only the kernels read it
+    weight: Tensor  # [ceil(M / 32), K, 32] of the dtype, or the bytes of codes; only the kernels read it
     shape: tuple[int, int]  # (M, K)
+    dtype: torch.dtype  # of x, and of the weight that `dense` returns
     bias: Tensor | None  # [M, padded to whole blocks] float32, or None
     inputs: ActivationFormat | None = None  # the numbers that x is rounded to first; None leaves it as it is
+    order: Tensor | None = None  # [K] int32, the columns of x in the order of the packed ones
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+    def form(self) -> CCodeFormat:
+        return CCodeFormat()
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.weight.dtype
-        return multiply(self.as_struct(), x)
+        (outputs, columns), linear = self.shape, self.as_struct()
+        assert x.dtype == self.dtype and x.shape[-1] == columns
+        # the kernel rounds and orders inputs in place
+        changed = linear.inputs or linear.order
+        x = x.clone(memory_format=torch.contiguous_format) if changed else x.contiguous()
+        out, rows = x.new_empty(*x.shape[:-1], outputs), x.numel() // columns
+        room = x.new_empty(rows * room_of(columns, x.dtype))
+        ends = out.data_ptr(), room.data_ptr(), own_threads()
+        types = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
+        kernel(f"product{suffix(x.dtype)}", *types)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return weight_rows(self.as_struct(), self.dtype, ids)
+        ids, linear = ids.contiguous(), self.as_struct()
+        out = torch.empty(*ids.shape, self.shape[1], dtype=self.dtype)
+        read = kernel(f"rows{suffix(self.dtype)}", c_void_p, c_void_p, c_int64, c_void_p)
+        read(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
+        return out
 
     def as_struct(self) -> CLinear:
-        return linear_struct(self.weight, self.bias, self.shape, CCodeFormat(), self.inputs)
+        """Return a C struct, which is valid as long as the tensors live."""
+        ends = self.form, self.inputs or 0, pointer(self.order)
+        return CLinear(self.weight.data_ptr(), pointer(self.bias), *self.shape, *ends)
 
     def dense(self) -> Tensor:
         rows, columns = self.shape
         neighbours = 2 if self.dtype == torch.bfloat16 else 1  # columns whose numbers are neighbours
         blocks = self.weight.view(-1, columns // neighbours, BLOCK, neighbours).transpose(1, 2)
         return blocks.reshape(-1, columns)[:rows].contiguous()
+
+
+# numbers of the dtypes of scales in kernels.c; int8 are nested ones
+SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodes(NativeLinear):
+    """A product whose weight is coded."""
+
+    code_format: CodeFormat = field(kw_only=True)  # of the codes
+    scale: torch.dtype = field(kw_only=True)  # the dtype of the scales
+
+    @property
+    def form(self) -> CCodeFormat:
+        of = self.code_format
+        book = 0 if of.codebook is None else 1 + [*CODEBOOKS].index(of.codebook)
+        flags = of.zeros, of.offsets, of.float8, book
+        return CCodeFormat(of.bits, SCALES[self.scale], of.group, of.lowest, *flags)
+
+    def dense(self) -> Tensor:
+        return self.rows(torch.arange(self.shape[0]))
+
+
+def is_native(product: Product | RowSource) -> TypeGuard[NativeLinear]:
+    """Return whether the kernels run a linear layer."""
+    return isinstance(product, NativeLinear)
 
 
 def fits(dtype: torch.dtype, columns: int) -> bool:
@@ -105,8 +140,9 @@ def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None)
     shape = ((rows + missing) // BLOCK, columns, BLOCK)
     packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
     words = columns // WORD[weight.dtype]
-    _pack()(weight.data_ptr(), rows, words, weight.dtype == torch.float16, packed.data_ptr(), own_threads())
-    return NativeLinear(packed, (rows, columns), padded_bias(bias))
+    pack = kernel("pack", c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
+    pack(weight.data_ptr(), rows, words, weight.dtype == torch.float16, packed.data_ptr(), own_threads())
+    return NativeLinear(packed, (rows, columns), weight.dtype, padded_bias(bias))
 
 
 def padded_bias(bias: Tensor | None) -> Tensor | None:
@@ -125,69 +161,7 @@ def room_of(columns: int, dtype: torch.dtype) -> int:
 
 def multiplies_integers(dtype: torch.dtype) -> bool:
     """Return whether products of this dtype with codes multiply integers (`integer_inputs`) here."""
-    return bool(getattr(kernels(), f"foredraft_integers{suffix(dtype)}")())
-
-
-def multiply(linear: CLinear, x: Tensor) -> Tensor:
-    # the kernel rounds and orders inputs in place
-    changed = linear.inputs or linear.order
-    x = x.clone(memory_format=torch.contiguous_format) if changed else x.contiguous()
-    assert x.shape[-1] == linear.k
-    out = x.new_empty(*x.shape[:-1], linear.n)
-    rows = x.numel() // linear.k
-    room = x.new_empty(rows * room_of(linear.k, x.dtype))
-    ends = out.data_ptr(), room.data_ptr(), own_threads()
-    _product(x.dtype)(ctypes.addressof(linear), x.data_ptr(), rows, *ends)
-    return out
-
-
-def weight_rows(linear: CLinear, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    ids = ids.contiguous()
-    out = torch.empty(*ids.shape, linear.k, dtype=dtype)
-    _rows(dtype)(ctypes.addressof(linear), ids.data_ptr(), ids.numel(), out.data_ptr())
-    return out
-
-
-def linear_struct(
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, int],
-    code_format: CCodeFormat,
-    inputs: ActivationFormat | None,
-    order: Tensor | None = None,
-) -> CLinear:
-    """Return a C struct, which is valid as long as the tensors live."""
-    rounding = 0 if inputs is None else inputs
-    return CLinear(weight.data_ptr(), pointer(bias), *shape, code_format, rounding, pointer(order))
-
-
-@functools.cache
-def _pack() -> Any:
-    return declare(kernels().foredraft_pack, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int))
-
-
-@functools.cache
-def _rows(dtype: torch.dtype) -> Any:
-    rows = getattr(kernels(), f"foredraft_rows{suffix(dtype)}")
-    return declare(rows, (c_void_p, c_void_p, c_int64, c_void_p))
-
-
-@functools.cache
-def _product(dtype: torch.dtype) -> Any:
-    product = getattr(kernels(), f"foredraft_product{suffix(dtype)}")
-    return declare(product, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
-
-
-def kernels() -> ctypes.CDLL:
-    """Return the library of the kernels, which is there where weights are packed."""
-    found = library()
-    assert found is not None, "weights are packed only where the kernels are available"
-    return found
-
-
-# numbers of the dtypes of scales in kernels.c; int8 are nested ones
-SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code -> those of each plane
+    return bool(getattr(library(), f"foredraft_integers{suffix(dtype)}")())
 
 
 class CCodes(ctypes.Structure):
@@ -196,109 +170,15 @@ class CCodes(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in ("codes", "scales", "offsets", "steps", "offset_steps"))
 
 
-@dataclass(frozen=True, slots=True)
-class NativeCodes:
-    """The product of x [N, K] with a coded weight [M, K], plus its bias."""
-
-    weight: Tensor  # scales and codes as the kernels read them, bytes
-    shape: tuple[int, int]  # (M, K)
-    code_format: CodeFormat  # of the codes
-    scale: torch.dtype  # the dtype of the scales
-    dtype: torch.dtype  # of x, and of the weight that `dense` returns
-    bias: Tensor | None  # [M, padded to whole blocks] float32, or None
-    inputs: ActivationFormat | None = None  # the numbers that x is rounded to first; None leaves it as it is
-    order: Tensor | None = None  # [K] int32, the columns of x in the order of the packed ones
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.dtype
-        return multiply(self.as_struct(), x)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return weight_rows(self.as_struct(), self.dtype, ids)
-
-    def as_struct(self) -> CLinear:
-        code_format = _code_format_struct(self.code_format, self.scale)
-        return linear_struct(self.weight, self.bias, self.shape, code_format, self.inputs, self.order)
-
-    def codes(self) -> Codes:
-        (rows, columns), code_format = self.shape, self.code_format
-        steps_bytes, group_bytes = _step_bytes(code_format), _group_bytes(code_format, self.scale)
-        blocks = -(-rows // BLOCK)
-        supers = self.weight.view(blocks, columns // (SUPER if code_format.nested else GROUP), -1)
-        steps = supers[..., :steps_bytes].contiguous().view(torch.float16)
-        groups = supers[..., steps_bytes:].reshape(blocks, columns // GROUP, group_bytes)
-        planes = PLANES[code_format.bits]
-        scale_bytes = BLOCK * GROUP // code_format.group * self.scale.itemsize
-        sizes = (scale_bytes, scale_bytes * code_format.offsets, BLOCK * code_format.zeros)
-        all_sizes = [*sizes, *(GROUP * BLOCK * bits // 8 for bits in planes)]
-        scales, offsets, zeros, *parts = torch.split_with_sizes(groups, all_sizes, -1)
-        if code_format.bits == 8:
-            halves = parts[0].contiguous().view(torch.int8)
-        else:
-            halves, below = _numbers(parts[0], planes[0]), planes[0]
-            if len(planes) > 1:
-                halves = halves | _numbers(parts[1], planes[1]) << below
-            if code_format.codebook is not None:
-                halves = codebook_values(code_format.codebook, halves)
-            else:
-                halves = halves + code_format.lowest
-        # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
-        words = halves.to(torch.int8).view(blocks, columns // GROUP, GROUP // 2, 2, BLOCK // 2, 2)
-        words = words.permute(0, 3, 4, 1, 2, 5)
-        if code_format.zeros:  # relative to the middle, which was subtracted
-            shifts = (zeros.to(torch.int8) - 8).view(blocks, -1, 2, BLOCK // 2)
-            words = words + shifts.permute(0, 2, 3, 1)[..., None, None]
-        found = words.reshape(-1, columns)[:rows]
-        return Codes(
-            found.view(torch.float8_e4m3fn) if code_format.float8 else found,
-            _by_row(scales.contiguous().view(self.scale), rows),
-            code_format.group,
-            code_format,
-            _by_row(steps[..., :BLOCK], rows) if code_format.nested else None,
-            _by_row(offsets.contiguous().view(self.scale), rows) if code_format.offsets else None,
-            _by_row(steps[..., BLOCK:], rows) if code_format.offsets and code_format.nested else None,
-            order=self.order,
-        )
-
-    def dense(self) -> Tensor:
-        return self.codes().expand(self.dtype)
-
-
-NativeProduct: TypeAlias = NativeLinear | NativeCodes  # a linear layer that the kernels run
-
-
-def is_native(product: Product | RowSource) -> TypeGuard[NativeProduct]:
-    return isinstance(product, NativeLinear | NativeCodes)
-
-
-def _numbers(packed: Tensor, bits: int) -> Tensor:
-    """Return the numbers [..., halves, 32] of 16-bit lanes [..., bytes], the lowest bits first."""
-    lanes = packed.contiguous().view(torch.int16).to(torch.int32).view(*packed.shape[:-1], -1, BLOCK)
-    shifted = [lanes >> (bits * t) & 2**bits - 1 for t in range(16 // bits)]
-    return torch.stack(shifted, -2).flatten(-3, -2)
-
-
-def _by_row(packed: Tensor, rows: int) -> Tensor:
-    """Return [rows, groups * numbers] of [blocks, groups, numbers * 32]."""
-    blocks, groups, _ = packed.shape
-    return packed.reshape(blocks, groups, -1, BLOCK).permute(0, 3, 1, 2).reshape(blocks * BLOCK, -1)[:rows]
-
-
 def coded_bytes(rows: int, columns: int, code_format: CodeFormat, scale: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes of a coded weight [M, K]; `scale` is a dtype that the format leaves open."""
     scale = torch.int8 if code_format.nested else torch.float32 if code_format.wide else scale
-    steps = columns // SUPER * _step_bytes(code_format)
-    return -(-rows // BLOCK) * (columns // GROUP * _group_bytes(code_format, scale) + steps)
-
-
-def _group_bytes(code_format: CodeFormat, scale: torch.dtype) -> int:
-    """Return the bytes of a group of a block, as `group_bytes` in kernels/code_formats.inc does."""
-    scales = scale.itemsize * (GROUP // code_format.group) * (1 + code_format.offsets)
-    return BLOCK * (scales + code_format.zeros + GROUP * code_format.bits // 8)
-
-
-def _step_bytes(code_format: CodeFormat) -> int:
-    return BLOCK * torch.float16.itemsize * (1 + code_format.offsets) if code_format.nested else 0
+    factor = 1 + code_format.offsets  # offsets lie as scales do
+    scales = scale.itemsize * (GROUP // code_format.group) * factor
+    # as `group_bytes` in kernels/code_formats.inc
+    group = scales + code_format.zeros + GROUP * code_format.bits // 8
+    steps = columns // SUPER * torch.float16.itemsize * factor if code_format.nested else 0
+    return -(-rows // BLOCK) * BLOCK * (columns // GROUP * group + steps)
 
 
 def pack_codes(
@@ -324,21 +204,23 @@ def pack_pieces(
         if product is None:
             size = (coded_bytes(rows, columns, form, scale),)
             packed = torch.empty(size, dtype=torch.uint8) if arena is None else arena.empty(size, torch.uint8)
-            product = NativeCodes(packed, shape, form, scale, dtype, padded_bias(bias), order=piece.order)
+            order, bias = piece.order, padded_bias(bias)
+            product = NativeCodes(packed, shape, dtype, bias, None, order, code_format=form, scale=scale)
         assert (form, scale) == (product.code_format, product.scale) and at % BLOCK == 0
-        _put(piece, form, product.weight[at // BLOCK * coded_bytes(BLOCK, columns, form, scale) :])
+        _put(piece, product, at // BLOCK * coded_bytes(BLOCK, columns, form, scale))
         at += len(piece.codes)
     assert product is not None and at == rows
     return product
 
 
-def _put(piece: Codes, code_format: CodeFormat, packed: Tensor) -> None:
-    numbers = piece.codes.view(torch.int8) if code_format.float8 else piece.codes.to(torch.int8)
+def _put(piece: Codes, product: NativeCodes, place: int) -> None:
+    numbers = piece.codes.view(torch.int8) if product.code_format.float8 else piece.codes.to(torch.int8)
     parts = numbers, piece.scales, piece.offsets, piece.steps, piece.offset_steps
     kept = [None if part is None else part.contiguous() for part in parts]
-    weight, described = CCodes(*map(pointer, kept)), _code_format_struct(code_format, piece.scales.dtype)
-    ends = ctypes.addressof(described), packed.data_ptr(), own_threads()
-    _pack_kernel()(ctypes.addressof(weight), *piece.shape, *ends)
+    weight, described = CCodes(*map(pointer, kept)), product.form
+    ends = ctypes.addressof(described), product.weight[place:].data_ptr(), own_threads()
+    pack = kernel("pack_codes", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int)
+    pack(ctypes.addressof(weight), *piece.shape, *ends)
 
 
 def code_native(product: Product, bits: int, arena: Arena) -> Product:
@@ -350,14 +232,3 @@ def code_native(product: Product, bits: int, arena: Arena) -> Product:
         return product
     weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
     return replace(pack_codes(quantise(weight, bits), weight.dtype, bias, arena), inputs=product.inputs)
-
-
-def _code_format_struct(code_format: CodeFormat, scale: torch.dtype) -> CCodeFormat:
-    book = 0 if code_format.codebook is None else 1 + [*CODEBOOKS].index(code_format.codebook)
-    flags = code_format.zeros, code_format.offsets, code_format.float8
-    return CCodeFormat(code_format.bits, SCALES[scale], code_format.group, code_format.lowest, *flags, book)
-
-
-@functools.cache
-def _pack_kernel() -> Any:
-    return declare(kernels().foredraft_pack_codes, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int))
