@@ -96,7 +96,7 @@ def _options(drafter: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch itself sees it; `test_waits` counts the same on the CPU, in more cases."""
+    """As PyTorch itself sees it; the rehearsal counts the same on a pretended device, in more cases."""
     llm = load(tmp_path, "bfloat16")
     same: dict[str, Any] = {"seed": 1, "acceptance": "speculative"}
     penalties = {"logprobs": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
