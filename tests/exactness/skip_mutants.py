@@ -15,7 +15,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.states import KnownStates
 from tests.exactness import test_layer_skip as layer_skip
-from tests.exactness.test_bits import PROMPTS, check_cache
+from tests.exactness.matrix import PROMPTS, check_cache
 from tests.support.loaded import engine_of
 from tests.support.mutation import caught_by
 from tests.support.mutations import instead, last_token_known, verified, with_the_drafts_plan

@@ -12,14 +12,13 @@ import pytest
 
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.kernels.compilation import library
-from tests.exactness.head_checks import check_fused_drafts
-from tests.exactness.test_bits import prompts_of
+from tests.exactness.matrix import check_fused_drafts, prompts_of
 from tests.parity.test_heads import V, check_parity, load
 from tests.support.compiling import Defects
-from tests.support.head_formats import FILE_FORMATS
+from tests.support.heads import FORMATS
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the C kernels")
-EAGLES = [name for name, file_format in FILE_FORMATS.items() if file_format.drafter in ("eagle", "eagle3")]
+EAGLES = [name for name, form in FORMATS.items() if form["of"] in ("eagle", "eagle3")]
 
 
 def check_fused(format: str, dtype: str = "float32") -> None:
@@ -34,7 +33,7 @@ def check_fused(format: str, dtype: str = "float32") -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(Eagle3, "_unread", noted)
         llm = load(Path(place), format, "kernels", dtype)
-        check_fused_drafts(llm, FILE_FORMATS[format].drafter, prompts_of(4, V))
+        check_fused_drafts(llm, FORMATS[format]["of"], prompts_of(4, V))
     assert len(reads) > 2
 
 

@@ -12,7 +12,7 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode import policy as policies
-from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.prefix_cache import PrefixCache
@@ -22,14 +22,22 @@ from foredraft.drafters.kangaroo import Kangaroo, load_adapter, read_adapter
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
-from tests.exactness import test_bits as bits
-from tests.exactness.head_checks import check_caches, check_fused_drafts, check_seeds, rows_of
-from tests.exactness.test_bits import PROMPTS, VOCABULARY, Ids
-from tests.exactness.test_layer_skip import BY, WORLDS, in_turn
+from tests.exactness import matrix as bits
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import (
+    PROMPTS,
+    Ids,
+    check_caches,
+    check_fused_drafts,
+    check_nan_weights,
+    in_turn,
+    rows_of,
+)
+from tests.exactness.test_layer_skip import BY, WORLDS
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.coded import LOADED, VOCABULARY, loading_by
 from tests.support.loaded import engine_of
-from tests.support.nan_weights import check_nan_weights
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -41,13 +49,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "early": {"noise": 0.5, "depth": 1},
     "half": {"noise": 0.1, "vocabulary": HALF},
 }
-POLICIES = (
+KINDS = (*ADAPTERS, "exit", "lookup", "none")
+POLICIES = [
     Fixed(4),
     Heuristic(7),
     policies.Confidence(6, threshold=0.3),
     policies.AdaptiveExit(6, target=0.5, first=0.3, epsilon=0.05, beta1=0.5, beta2=0.9),
     policies.Fallback(6, threshold=0.2),
-)
+]
 
 
 def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
@@ -56,14 +65,15 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
     model.save_pretrained(folder / "target")
     for name, options in ADAPTERS.items():
         save_adapter(folder / "target", folder / name, **options)
-    with bits.loading_by(by):
+    with loading_by(by):
         own: Any = {"drafter": "kangaroo", "adapter": folder / "perfect"}
-        llm = foredraft.load(folder / "target", dtype=dtype, **own, **bits.LOADED)
+        llm = foredraft.load(folder / "target", dtype=dtype, **own, **LOADED)
     engine: Any = engine_of(llm)
     assert engine.target.by_kernels == (by == "kernels")
     for name in ADAPTERS:
         adapter = load_adapter(folder / name, read_adapter(folder / name), engine.target)
         add(llm, Kangaroo(engine.target, engine.cache, adapter), name)
+    add(llm, LayerSkip(engine.target, engine.cache, Skips(exit=2)), "exit")
     return llm
 
 
@@ -76,18 +86,6 @@ def add(llm: LLM, drafter: Any, name: str) -> None:
 @pytest.fixture(scope="module", params=WORLDS, ids="-".join)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return load(tmp_path_factory.mktemp("model"), *request.param)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_greedy_ids_in_a_batch_of_all_adapters_and_alone(llm: LLM, plain: Ids, policy: Policy) -> None:
-    add(llm, LayerSkip(llm.loaded.runner, engine_of(llm).cache, Skips(exit=2)), "exit")  # type: ignore[arg-type]
-    engine_of(llm).policy = policy
-    others = [] if policy.stops_by_content else ["lookup"]
-    kinds = in_turn([*ADAPTERS, "exit", *others, "none"], POLICIES.index(policy))
-    bits.assert_same(llm, kinds, plain, params=GREEDY)
-    for name in ("good", "half"):
-        bits.assert_same(llm, [name], plain[4:5], PROMPTS[4:5], GREEDY)
 
 
 @pytest.mark.heavy
@@ -121,11 +119,6 @@ def test_every_family(family: str, by: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_fused_drafts_are_those_of_single_steps(family: str, name: str, tmp_path: Path) -> None:
     check_fused_drafts(load(tmp_path, family, "float32", "kernels"), name, PROMPTS[:4])
-
-
-@pytest.mark.parametrize("name", ["good", "half"])
-def test_a_seed_gives_the_text_of_plain_decoding(llm: LLM, name: str) -> None:
-    check_seeds(llm, name, PROMPTS, NEW // 2)
 
 
 def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
@@ -177,12 +170,6 @@ def test_plain_steps_and_prompts_are_read_from_the_targets_states(by: str, tmp_p
     params = replace(GREEDY, drafter="perfect", max_new_tokens=190)
     for output in llm.generate([PROMPTS[4], PROMPTS[6], PROMPTS[2]], params):
         assert output.stats.accepted == output.stats.drafted >= 8
-
-
-def test_choices_share_the_prompts_states(llm: LLM) -> None:
-    engine_of(llm).policy = Fixed(4)
-    for output in llm.generate([PROMPTS[4]], replace(GREEDY, drafter="perfect"), n=4):
-        assert output.stats.accepted == output.stats.drafted > 0
 
 
 def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: Ids) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle, islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.run import _check_layers as check_layers
-from tests.exactness import test_bits as bits
-from tests.exactness.test_bits import PROMPTS, VOCABULARY, Ids
+from tests.exactness import matrix as bits
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import PROMPTS, Ids, in_turn
 from tests.parity.test_heads import Recorder
 from tests.support import assistants
 from tests.support.checkpoints import FAMILIES, layers_of, reference_model
+from tests.support.coded import LOADED, VOCABULARY, loading_by
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import around
@@ -52,8 +53,8 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     """A model with one drafter for every plan, and a lookup."""
     model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     model.save_pretrained(folder)
-    with bits.loading_by(by):
-        llm = foredraft.load(folder, plan="skip:none", dtype=dtype, **bits.LOADED)
+    with loading_by(by):
+        llm = foredraft.load(folder, plan="skip:none", dtype=dtype, **LOADED)
     runner: Any = llm.loaded.runner
     assert runner.by_kernels == (by == "kernels")
     for name, skips in skips_of(llm.loaded.spec.layers).items():
@@ -76,20 +77,9 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 PLANS = tuple(skips_of(3))
-
-
-def in_turn(kinds: Iterable[str], shift: int) -> list[str]:
-    return list(islice(cycle(kinds), shift, shift + len(PROMPTS)))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_plans_and_alone(llm: LLM, plain: Ids, gamma: int) -> None:
-    engine_of(llm).policy = Fixed(gamma)
-    bits.assert_same(llm, in_turn([*PLANS, "lookup", "none"], gamma), plain, params=GREEDY)
-    engine_of(llm).policy = Heuristic(gamma)
-    for name in PLANS[gamma % 3 :: 3]:
-        bits.assert_same(llm, [name], plain[4:5], PROMPTS[4:5], GREEDY)
+KINDS = (*PLANS, "lookup", "none")
+POLICIES = [Fixed(1), Fixed(4), Fixed(7), *(Heuristic(n) for n in (1, 4, 7))]
+WAYS = ("padded", "gathered", "recorded")
 
 
 @pytest.mark.heavy
@@ -105,17 +95,6 @@ def test_any_layers_may_be_skipped(llm: LLM, plain: Ids, data: st.DataObject) ->
     params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
     outputs = llm.generate(PROMPTS[1:5], params)
     assert [output.token_ids for output in outputs] == [ids[:16] for ids in plain[1:5]]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("way", ["gathered", "recorded"])
-def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: Ids, way: str) -> None:
-    if llm.loaded.runner.by_kernels:
-        pytest.skip("the kernels have one way")
-    engine_of(llm).policy = Fixed(4)
-    with bits.computed(way, llm.loaded.runner):
-        for shift in (0, 3):
-            bits.assert_same(llm, in_turn(PLANS, shift), plain, params=GREEDY)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import weight_bytes
-from tests.exactness.test_bits import LOADED, PROMPTS, SEEDS, VOCABULARY, Ids, accepted_of, assert_same
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import PROMPTS, Ids, accepted_of, assert_same
 from tests.support import assistants
 from tests.support.checkpoints import VARIANTS, reference_model, save_checkpoint
+from tests.support.coded import LOADED, SEEDS, VOCABULARY
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import Function, argument, around
@@ -30,7 +31,8 @@ from tests.support.mutations import Function, argument, around
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 NEW = 40
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
-DRAFTERS = ("low-bit", "skipping", "eight", "lookup", "none", "layer-skip")
+KINDS = ("low-bit", "skipping", "eight", "layer-skip", "exit", "lookup", "none")
+POLICIES = [Fixed(n) for n in (1, 4, 7, 3, 2)]
 WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 FAMILIES = ("llama", "gemma2", "qwen3")
 GEMMA4 = "gemma4-shared"  # layers 1 and 3 have the keys that layers 4 to 6 read
@@ -71,24 +73,6 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for name, drafter in engine.drafters.items():
         drafter.name = name
     return found
-
-
-@pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_drafters(llm: LLM, plain: Ids, gamma: int) -> None:
-    engine_of(llm).policy = Fixed(gamma)
-    assert_same(llm, list(islice(cycle(DRAFTERS), gamma, gamma + len(PROMPTS))), plain, params=GREEDY)
-    for kind in ("low-bit", "exit"):
-        assert_same(llm, [kind], plain[4:5], PROMPTS[4:5], GREEDY)
-
-
-def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
-    params = SamplingParams(temperature=1, seed=3, max_new_tokens=24, ignore_eos=True, acceptance="coupled")
-    engine_of(llm).policy = Fixed(4)
-    want, *others = (
-        [output.token_ids for output in llm.generate(PROMPTS, replace(params, drafter=drafter))]
-        for drafter in ("none", "low-bit", "skipping", "eight")
-    )
-    assert all(found == want for found in others)
 
 
 def check_agreement(llm: LLM) -> None:

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import foredraft
-from foredraft import LLM, SamplingParams, kernels
+from foredraft import LLM, kernels
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.policy import Confidence, Fixed, Policy
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
-from tests.exactness import test_bits as bits
+from tests.exactness import matrix as bits
 from tests.exactness import test_coupled as coupled
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_identity as identity
+from tests.exactness.matrix import *  # noqa: F403
+from tests.support.coded import load_pair, save_pair
 from tests.support.harness import make_engine, request, run
 from tests.support.loaded import engine_of
 from tests.support.parts import LateBan, NoRepeat, RandomBudgets, StopUnsure
@@ -168,32 +170,18 @@ def test_a_sibling_that_makes_the_target_fail_harms_no_text() -> None:
 
 
 FAMILIES = ("llama", "gemma2", "gemma4", "qwen3", "phi")
+KINDS = ("draft-model", "low-bit", "layer-skip", "lookup", "none")
+POLICIES = [Fixed(3, siblings=4)]
 needs_kernels = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=needs_kernels) for name in FAMILIES])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    target, draft = bits.save_pair(tmp_path_factory.mktemp(request.param), request.param)
+    target, draft = save_pair(tmp_path_factory.mktemp(request.param), request.param)
     more: Any = {"draft_weights": "int4", "plan": "skip:attn=1/mlp=1", "drafter": "draft-model"}
-    return bits.load_pair(target, draft, "bfloat16", **more)
+    return load_pair(target, draft, "bfloat16", **more)
 
 
-@pytest.mark.heavy
-@needs_kernels
-def test_greedy_and_seeded_ids_of_real_models(llm: LLM) -> None:
-    kinds = ("draft-model", "low-bit", "layer-skip", "lookup", "none")
-    for more in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9, "acceptance": "coupled"}):
-        params = SamplingParams(max_new_tokens=24, ignore_eos=True, **more)  # type: ignore[arg-type]
-        engine_of(llm).policy = Fixed(3, siblings=4)
-        plain = bits.plain_ids(llm, params=params)
-        for shift in (0, 2):
-            mixed = [kinds[(at + shift) % len(kinds)] for at in range(len(bits.PROMPTS))]
-            bits.assert_same(llm, mixed, plain, params=params)
-        for kind in kinds[:3]:
-            bits.assert_same(llm, [kind], plain[4:5], bits.PROMPTS[4:5], params)
-
-
-@needs_kernels
 @pytest.mark.parametrize("prompt", [bits.PROMPTS[1], bits.PROMPTS[4], bits.PROMPTS[7]], ids=len)
 def test_the_cache_after_siblings(llm: LLM, prompt: list[int]) -> None:
     engine_of(llm).policy = Fixed(4, siblings=6)
@@ -201,7 +189,7 @@ def test_the_cache_after_siblings(llm: LLM, prompt: list[int]) -> None:
 
 
 def test_operators_take_no_siblings(tmp_path: Path) -> None:
-    target, draft = bits.save_pair(tmp_path, "llama")
+    target, draft = save_pair(tmp_path, "llama")
     options: dict[str, Any] = {"draft": draft, "dtype": "float32", "device": "cpu", "kernels": False}
     with pytest.raises(foredraft.ConfigError, match="siblings"):
         foredraft.load(target, policy="fixed", policy_options={"siblings": 2}, **options)

@@ -172,11 +172,7 @@ TRANSFORMS = {
     ],
     checks.late_ends: [
         ("an end barred one token too long", PenaltyContext.said, changed(lambda said: said - 1)),
-        (
-            "an end barred by the first column",
-            PenaltyContext.said,
-            changed(lambda x: x[:, :1].expand_as(x)),
-        ),
+        ("an end barred by the first column", PenaltyContext.said, changed(lambda x: x[:, :1].expand_as(x))),
     ],
     unit.test_what_was_said_and_drafted_counts: [
         ("presence per occurrence", EDITED, presence_per_occurrence),
@@ -188,9 +184,16 @@ TRANSFORMS = {
     checks.drafts_before_bans: [("tokens taken back still counted", TokenCounts.count, never_counted_down)],
 }
 
+rolled_back_texts = partial(
+    constraints.test_the_text_is_that_of_plain_decoding, "overlapping tokens", "rollback", {"temperature": 0}
+)
 grammar_behind_thinking = partial(
     constraints.test_thinking_and_content_have_the_distribution_of_the_definition, "begun by the prompt"
 )
+rewound_content = partial(
+    constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
+    "the content may begin as the marker does", 0,
+)  # fmt: skip
 repeating_marker = checks.in_each_case(
     constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
     *(("a marker that begins again within itself", seed) for seed in range(8)),
@@ -289,12 +292,9 @@ CONSTRAINTS = {
     partial(constraints.check_law, "within a token", "rollback", ["frequency"]): [
         ("a match in a token missed, by rollback", BanList.read, complete_at_the_end_alone)
     ],
-    partial(
-        constraints.test_the_text_is_that_of_plain_decoding,
-        "overlapping tokens",
-        "rollback",
-        {"temperature": 0},
-    ): [("a rollback forgets the draft's cache", DraftModel.rewind, cache_kept_past_a_rollback)],
+    rolled_back_texts: [
+        ("a rollback forgets the draft's cache", DraftModel.rewind, cache_kept_past_a_rollback)
+    ],
     constraints.test_what_is_settled_stays_while_the_batch_changes: [
         ("held text released on a batch change", released_when_a_row_leaves())
     ],
@@ -309,11 +309,7 @@ CONSTRAINTS = {
         ("a schema begun within thinking", AfterThinking.mask, lambda _: lambda own: own._content.mask()),
         ("a text that ends within its thinking", ThinkingTokens.mask, ends_allowed),
     ],
-    partial(
-        constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
-        "the content may begin as the marker does",
-        0,
-    ): [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
+    rewound_content: [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
     repeating_marker: [("a marker begun again is missed", ThinkingTokens._thought, begun_marker_forgotten)],
 }
 

@@ -5,8 +5,8 @@
 - `guard`      tells a CPU build of PyTorch that there are devices (guard.cpp, compiled once)
 - `ledger`     counts what a GPU would make the host wait for, and what the host launches, by line
 - `tensors`    a tensor that says "cuda:0" and holds a CPU tensor; the mode that makes such tensors
-- `operators`  runs each operator on the tensors inside, after CUDA's device rules are checked
-- `copies`     copies between host and device: pageable or pinned, waiting or not
+- `operators`  runs each operator on the tensors inside, after CUDA's device rules are checked; copies between host and
+               device: pageable or pinned, waiting or not
 - `graphs`     CUDA graphs: recorded with the host's numbers in them, their pool spoilt after each replay
 - `streams`    streams, events, the current device of a thread
 - `orders`     the order in which PyTorch's CUDA kernels add, for softmax and running sums

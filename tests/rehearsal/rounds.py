@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from foredraft import LLM
-from tests.rehearsal.copies import PAGEABLE
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
+from tests.rehearsal.operators import PAGEABLE
 from tests.support.loaded import engine_of
 from tests.support.mutation import replaced
 
