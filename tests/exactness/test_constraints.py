@@ -18,12 +18,11 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import RoundTrace
 from tests.exactness.test_enumeration import compare
-from tests.support.bans import Ban
+from tests.support.bans import Ban, Thought
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import DRAFTERS, make_engine, request, run
 from tests.support.parts import NoRepeat
 from tests.support.tabular import Table
-from tests.support.thinking import Thought
 
 V = 5
 LENGTH = {"mask": 3, "rollback": 2}  # a rollback multiplies the branches

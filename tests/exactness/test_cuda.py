@@ -79,13 +79,10 @@ def test_captured_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str,
                 runner.forward(cache, tokens, starts[:batch], aux_layers=(1,))
                 for runner, cache in zip((recording, plain), caches, strict=True)
             )
-            assert got.logits is not None
-            assert want.logits is not None
             assert torch.equal(got.logits, want.logits)
             assert torch.equal(got.aux_states[1], want.aux_states[1])
         assert torch.equal(caches[0].data, caches[1].data)
         starts = [start + 1 + turn % 3 for start in starts]
-    assert recording.backend.graphs is not None
     assert not recording.backend.graphs.failures
     assert any(recording.backend.graphs._kept[caches[0]].values())
 

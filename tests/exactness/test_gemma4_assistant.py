@@ -73,8 +73,7 @@ class Reference:
                 shared_kv_states=dict(shared),
             )
             state = out.last_hidden_state
-        logits: Tensor = out.logits[0, 0]
-        return logits
+        return out.logits[0, 0]
 
 
 def check_q(kind: str, by: str, centroids: bool) -> None:

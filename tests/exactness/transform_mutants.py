@@ -205,8 +205,7 @@ def begun_marker_forgotten(
     thought: Function, tokens: ThinkingTokens, read: int, text: bytes
 ) -> ThinkingPlace | None:
     goes_on = text.startswith(tokens._closes[read:][: len(text)])
-    place: ThinkingPlace | None = thought(tokens, read if goes_on else 0, text)
-    return place
+    return thought(tokens, read if goes_on else 0, text)
 
 
 marker_cut_short = argument(3, lambda closes: closes[:-1])
@@ -258,8 +257,7 @@ def released_when_a_row_leaves() -> tuple[Edit, ...]:
         if sequence.id in released:
             released.discard(sequence.id)
             return len(sequence.new_ids)
-        found: int = settled(sequence)
-        return found
+        return settled(sequence)
 
     return (Scheduler.leave, before(remember)), (Sequence.settled, mutate_settled)
 

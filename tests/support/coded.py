@@ -128,5 +128,4 @@ def _fresh(own: Any, target: Any, cache: Any, rows: int) -> Drafter:
         case _:  # what it has beside the target
             names = ("skips", "adapter", "assistant", "head")
             parts = target, cache, next(getattr(own, name) for name in names if hasattr(own, name))
-    made: Drafter = type(own)(*parts)
-    return made
+    return type(own)(*parts)

@@ -198,7 +198,6 @@ def make_engine(
 
 def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, positions: int) -> Drafter:
     asset = KINDS[name].asset
-    assert asset is not None
     spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
     search = AssetSearch(
         target=Checkpoint(ModelSource(Path("tabular")), spec, None, torch.float32),

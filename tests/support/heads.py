@@ -230,8 +230,7 @@ def _of_block(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], output
 
 
 def body_of(config: dict[str, Any]) -> dict[str, Any]:
-    body: dict[str, Any] = config.get("transformer_layer_config", config)
-    return body
+    return config.get("transformer_layer_config", config)
 
 
 def speculators_config(algorithm: str, tokens: int, body: dict[str, Any], **keys: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ def integer_product(x: Tensor, weight: Codes) -> Tensor:
         part.float() * step.float().repeat_interleave(SUPER // weight.group, 1)
         for part, step in ((weight.scales, weight.steps), (weight.offsets, weight.offset_steps))
     )  # fmt: skip
-    assert scales is not None
     for part, inputs in enumerate(torch.split(integers.double().flatten(-2), weight.group, -1)):
         step = steps[:, part * weight.group // STEP_GROUP]
         products = (inputs @ codes[:, part].T).float() * step

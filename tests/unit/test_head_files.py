@@ -21,8 +21,7 @@ from tests.parity.test_heads import KEYS, V
 from tests.support.checkpoints import reference_model
 from tests.support.gguf_files import write_gguf
 from tests.support.heads import AUX, BY_DRAFTER, FORMATS, save_head
-from tests.support.hub_client import Client
-from tests.support.hub_server import Repository, serving
+from tests.support.hub_server import Client, Repository, serving
 from tests.support.loaded import engine_of
 
 
