@@ -27,7 +27,7 @@ from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native import pack_codes, pack_native
 from tests.arm.recording import Call, packed, recording
-from tests.exactness.test_eagle_kernels import check_fused
+from tests.exactness.test_heads import check_fused
 from tests.support.compiling import change_sources
 from tests.support.integers import integer_product
 from tests.unit import test_kernels_fused, test_kernels_leaves, test_kernels_vocab

@@ -14,7 +14,6 @@ from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.states import KnownStates
 from tests.exactness import test_kangaroo as kangaroo
 from tests.exactness.matrix import PROMPTS, assert_same, plain_ids
-from tests.support.loaded import engine_of
 from tests.support.mutation import caught_by
 from tests.support.mutations import Function, argument, around, before, last_token_known
 
@@ -32,14 +31,14 @@ def cache(gamma: int) -> None:
 
 def tokens() -> None:
     llm, want = loaded()
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     assert_same(llm, ["good"] * len(PROMPTS), want, params=kangaroo.GREEDY)
 
 
 def perfect_drafts() -> None:
     llm, _ = loaded()
     for length in (1, 4):
-        engine_of(llm).policy = Fixed(length)
+        llm.loaded.engine.policy = Fixed(length)
         for output in llm.generate(PROMPTS[2:6], replace(kangaroo.GREEDY, drafter="perfect")):
             assert output.stats.accepted == output.stats.drafted > 0
 

@@ -37,7 +37,7 @@ from tests.support.coded import VOCABULARY
 from tests.support.harness import request as request_of
 from tests.support.harness import run
 from tests.support.heads import FORMATS, save_head
-from tests.support.loaded import engine_of
+from tests.support.mutation import replaced
 from tests.support.parts import LateBan, NoRepeat
 from tests.support.recorder import Rerun
 
@@ -62,11 +62,10 @@ FUSED: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def prompts_of(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> Ids:
+def prompts_of(count: int, vocabulary: int = VOCABULARY) -> Ids:
     """Return random prompts with a repeated half, so that a lookup finds something."""
-    dice = random.Random(seed)
-    made = []
-    for _, length in zip(range(count), itertools.cycle(LENGTHS), strict=False):
+    dice, made = random.Random(0), []
+    for length in LENGTHS[:count]:
         half = [dice.randrange(3, vocabulary) for _ in range((length + 1) // 2)]
         made.append((half + half)[:length])
     return made
@@ -104,7 +103,7 @@ def assert_same(
 @contextmanager
 def computed(way: str, llm: LLM) -> Iterator[None]:
     """Let passes compute the padding of a batch, leave it out ("gathered"), or replay recordings ("recorded")."""
-    passes = (getattr(drafter, "draft_pass", None) for drafter in engine_of(llm).drafters.values())
+    passes = (getattr(drafter, "draft_pass", None) for drafter in llm.loaded.engine.drafters.values())
     runners: list[Any] = [llm.loaded.runner, *(each.runner for each in passes if each is not None)]
     if runners[0].by_kernels and way != "padded":
         pytest.skip("the kernels have one way")
@@ -128,19 +127,19 @@ def steps_of(
     sequences = [Sequence(-1 - i, text, params, 0, drafters=drafters) for i, text in enumerate(prompts)]
     own = sequences[len(prompts) > 1]
     for one in sequences:
-        engine_of(llm).submit(one)
+        llm.loaded.engine.submit(one)
     try:
         while len(own.new_ids) < count:
-            engine_of(llm).step()
+            llm.loaded.engine.step()
         yield own
     finally:
         for one in sequences:
-            engine_of(llm).cancel(one)
+            llm.loaded.engine.cancel(one)
 
 
 def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     """[layers, k|v, heads, length, D]"""
-    cache = engine_of(llm).cache
+    cache = llm.loaded.engine.cache
     assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
     return held(cache, sequence.row, length)
 
@@ -153,14 +152,14 @@ def check_cache(llm: LLM, drafter: str, prompt: list[int], count: int) -> Sequen
     for sequence in steps_of(llm, prompt, None, count):
         assert sequence.tokens[: length + 1] == tokens[: length + 1]
         assert torch.equal(row_of(llm, sequence, length), cached)
-    if engine_of(llm).cache.dtype == torch.float32:
+    if llm.loaded.engine.cache.dtype == torch.float32:
         for sequence in steps_of(llm, tokens[: length + 1], None, 1):
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
     return drafted
 
 
 def drafter_of(llm: LLM) -> Any:
-    return engine_of(llm).drafters[llm.default_drafter or ""]
+    return llm.loaded.engine.drafters[llm.default_drafter or ""]
 
 
 def in_turn(kinds: Iterable[str], shift: int, count: int = 8) -> list[str]:
@@ -173,7 +172,7 @@ def test_greedy_ids_in_batches_and_alone(
 ) -> None:
     """A batch of all kinds, one of a kind that is another for each policy, and prompts alone."""
     prompts, greedy, at = request.module.PROMPTS, request.module.GREEDY, request.module.POLICIES.index(policy)
-    engine_of(llm).policy = policy
+    llm.loaded.engine.policy = policy
     own = [name for name in kinds if name not in MODEL_FREE]
     one = own[at % len(own)]
     with computed(way, llm):
@@ -191,7 +190,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(
     llm: LLM, kinds: list[str], way: str, request: pytest.FixtureRequest
 ) -> None:
     """Under all kinds of sampling, in batches of all kinds of drafters; choices of a seed differ."""
-    prompts, engine_of(llm).policy = request.module.PROMPTS, request.module.POLICIES[0]
+    prompts, llm.loaded.engine.policy = request.module.PROMPTS, request.module.POLICIES[0]
     params = [
         SamplingParams(seed=at, max_new_tokens=20, ignore_eos=True, **SAMPLING[at % len(SAMPLING)])
         for at in range(len(prompts))
@@ -212,22 +211,17 @@ def test_a_seed_gives_the_text_of_plain_decoding(
 def test_choices_share_a_prompt_and_a_second_request_restores_it(
     llm: LLM, plain: Ids, kinds: list[str], request: pytest.FixtureRequest
 ) -> None:
-    prompts, params = (
-        request.module.PROMPTS,
-        replace(request.module.GREEDY, max_new_tokens=12, drafter=kinds[0]),
-    )
-    engine: Any = engine_of(llm)
-    engine.policy, engine.prefix_cache = Fixed(3), PrefixCache(2**30)
-    try:
+    """With all that the drafter has of it: choices, and both requests, draft alike."""
+    prompts, greedy = request.module.PROMPTS, request.module.GREEDY
+    params, told = replace(greedy, max_new_tokens=12, drafter=kinds[0]), dict[int, set[tuple[int, int]]]()
+    llm.loaded.engine.policy = Fixed(3)
+    with replaced(llm.loaded.engine, "prefix_cache", PrefixCache(2**30)):
         for index in (4, 7, 4, 7):
             outputs = llm.generate([prompts[index]], params, n=11)
             assert [output.token_ids for output in outputs] == [plain[index][:12]] * 11
-            assert len({(each.stats.drafted, each.stats.accepted) for each in outputs}) == 1, (
-                "one drafts as another"
-            )
-        assert engine.prefix_cache.hits >= 256
-    finally:
-        engine.prefix_cache = None
+            drafted = {(output.stats.drafted, output.stats.accepted) for output in outputs}
+            assert len(drafted) == 1 and told.setdefault(index, drafted) == drafted
+        assert llm.loaded.engine.prefix_cache.hits >= 256
 
 
 @pytest.mark.heavy
@@ -235,7 +229,7 @@ def test_penalties_constraints_and_bans(
     llm: LLM, plain: Ids, kinds: list[str], request: pytest.FixtureRequest
 ) -> None:
     """Each text is banned from going on as it would, which is found late; its neighbour never repeats a token."""
-    engine_of(llm).policy, words = Fixed(4), llm.loaded.spec.vocab_size
+    llm.loaded.engine.policy, words = Fixed(4), llm.loaded.spec.vocab_size
     prompts, params = (
         request.module.PROMPTS,
         {"temperature": 0, "max_new_tokens": request.module.GREEDY.max_new_tokens},
@@ -253,7 +247,7 @@ def test_penalties_constraints_and_bans(
         penalised = [
             request_of(*each, **params, **barred) for each in zip(prompts[:3], drafters, strict=False)
         ]
-        found = run(engine_of(llm), [*sequences, *penalised])
+        found = run(llm.loaded.engine, [*sequences, *penalised])
         assert any(getattr(constraint, "rollbacks", 0) for constraint in constraints)
         return found
 
@@ -277,7 +271,7 @@ def check_distribution(
 
 def check_nan_weights(llm: LLM, weight: Tensor, params: SamplingParams, prompts: Ids, plain: Ids) -> None:
     """Check that a drafter whose states are no numbers drafts nothing, and leaves the text as it is."""
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     sound = weight.clone()
     weight.fill_(float("nan"))
     try:
@@ -305,7 +299,7 @@ def check_fused_drafts(llm: LLM, kind: str, prompts: list[list[int]]) -> None:
         steps += draft.tokens.shape[1]
         return draft
 
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "_fused_draft", compared)
         for more in FUSED:
@@ -319,7 +313,7 @@ def check_fused_drafts(llm: LLM, kind: str, prompts: list[list[int]]) -> None:
 
 def rows_of(llm: LLM, kind: str, sequence: Any) -> list[Tensor]:
     """Return what a drafter's caches hold of all committed tokens, once it has read those that wait."""
-    drafter: Any = engine_of(llm).drafters[kind]
+    drafter: Any = llm.loaded.engine.drafters[kind]
     drafter.settle(sequence)
     row, length = sequence.row, len(sequence.tokens) - 1
     if isinstance(drafter, Eagle3):
@@ -331,10 +325,10 @@ def rows_of(llm: LLM, kind: str, sequence: Any) -> list[Tensor]:
 
 def check_caches(llm: LLM, kind: str, policy: Policy, prompts: list[list[int]], new: int) -> None:
     """Check that a drafter's rows hold after rounds what they hold after a prefill of the same text."""
-    for cache in engine_of(llm).rows.caches:
+    for cache in llm.loaded.engine.rows.caches:
         for row in range(cache.rows):  # keys of an earlier text could stand in for missing ones
             cache.zero_row(row)
-    engine_of(llm).policy = policy
+    llm.loaded.engine.policy = policy
     batch = [prompts[0], prompts[-1]]
     for prompt in prompts:
         for sequence in steps_of(llm, prompt, kind, new, batch):

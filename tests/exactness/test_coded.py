@@ -23,7 +23,6 @@ from tests.exactness.matrix import PROMPTS, accepted_of, assert_same, plain_ids
 from tests.exactness.matrix import test_the_exact_distribution as test_the_exact_distribution
 from tests.exactness.test_enumeration import check_joint_law
 from tests.support import coded
-from tests.support.loaded import engine_of
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import argument, holding, padding_kept
 from tests.support.parts import RandomBudgets
@@ -33,14 +32,14 @@ KINDS = ("draft-model", "layer-skip", "kangaroo", "low-bit", "lookup", "none")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 Loaded = tuple[str, str | None, str | None]
 WEIGHTS = (("int4", None), ("int8", "int4"), (None, "int4"), (None, "int8"))  # of the target and its copy
-POLICIES = [Fixed(n) for n in (4, 1, 2, 3)]
+POLICIES = [Fixed(4), Fixed(1), Fixed(3, siblings=4), Fixed(2)]
 TARGETS: list[Loaded] = [(dtype, *weights) for dtype in ("float32", "bfloat16") for weights in WEIGHTS]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = coded.load(tmp_path_factory.mktemp("model"), "llama", *request.param)
-    drafter: Any = engine_of(found).drafters["low-bit"]
+    drafter: Any = found.loaded.engine.drafters["low-bit"]
     _, weights, copy = request.param
     products = drafter.draft_pass.runner.decoder.products
     bits = {product.code_format.bits if isinstance(product, NativeCodes) else None for product in products}
@@ -60,7 +59,7 @@ def test_greedy_ids_with_a_draft_model_of_another_tokenizer(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = coded.load_foreign(tmp_path, dtype, "int8")
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     plain = plain_ids(llm, params=GREEDY)
     accepted, drafted = accepted_of(check_foreign_ids(llm, plain))
     assert 0.03 < accepted / drafted < 0.95

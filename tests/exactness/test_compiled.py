@@ -22,7 +22,6 @@ from foredraft.model.weights import load_decoder
 from tests.exactness import matrix as bits
 from tests.support.checkpoints import save_checkpoint
 from tests.support.coded import load_pair, save_pair
-from tests.support.loaded import engine_of
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=24, ignore_eos=True)
 # warnings of PyTorch's compiler itself
@@ -47,7 +46,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
     plain = [bits.plain_ids(llm, [ids], wish)[0] for ids, wish in zip(bits.PROMPTS, wishes, strict=True)]
     assert len({tuple(ids) for ids in plain}) == len(plain)
     for gamma, way in itertools.product((3, 7), ("padded", "gathered", "recorded")):
-        engine_of(llm).policy = Fixed(gamma)
+        llm.loaded.engine.policy = Fixed(gamma)
         with bits.computed(way, llm):
             bits.assert_same(
                 llm, bits.in_turn(("none", "draft-model", "lookup"), gamma), plain, params=wishes

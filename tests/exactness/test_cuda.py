@@ -17,7 +17,6 @@ from foredraft.loading.runners import check_dtype
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder, weight_bytes
 from tests.support.checkpoints import VARIANTS, save_variant
-from tests.support.loaded import engine_of
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +104,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         llm.generate(
             PROMPTS, params, trace=True
         )  # the first passes of a shape may synchronise: they allocate and capture
-    read, round_ = round_results.download, engine_of(llm).round
+    read, round_ = round_results.download, llm.loaded.engine.round
 
     def may_wait(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -122,7 +121,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(round_results, "download", may_wait)
-    monkeypatch.setattr(engine_of(llm), "round", must_not_wait)
+    monkeypatch.setattr(llm.loaded.engine, "round", must_not_wait)
     for params in several:
         outputs = llm.generate(PROMPTS, params, trace=True)
         assert {o.finish_reason for o in outputs} == {"length"}, outputs

@@ -16,7 +16,6 @@ from torch import Tensor
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
-from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.drafters import gemma4_assistant
 from foredraft.drafters.gemma4_assistant import Assistant, Gemma4Assistant
 from foredraft.errors import CheckpointError, ConfigError
@@ -30,8 +29,6 @@ from tests.parity.test_heads import Recorder
 from tests.support import assistants, coded
 from tests.support.assistants import CENTROIDS, WORDS
 from tests.support.checkpoints import save_checkpoint
-from tests.support.harness import request
-from tests.support.loaded import engine_of
 from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by
 from tests.support.mutations import Function, around, before, holding, instead
 
@@ -81,7 +78,7 @@ def check_q(kind: str, by: str, centroids: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = assistants.load(Path(folder), kind, "float32", by, **(CENTROIDS if centroids else {}))
         reference = Reference(kind, Path(folder) / "target", centroids)
-    engine_of(llm).policy = Fixed(3)
+    llm.loaded.engine.policy = Fixed(3)
     record = Recorder(llm)
     params = SamplingParams(seed=1, acceptance="speculative", max_new_tokens=16, ignore_eos=True)
     accepted, drafted = accepted_of(llm.generate(PROMPTS[1:7], params))
@@ -158,22 +155,6 @@ def test_a_rewound_assistant_equals_a_fresh_one(world: conformance.World) -> Non
     conformance.test_a_rejection_at_every_place_leaves_no_trace(world, NAME)
 
 
-def test_a_prompt_that_is_not_read_again_is_drafted_for_as_well() -> None:
-    """The target's states of a kept prefix, and of a choice's prompt, are copied with its keys and values."""
-    llm = assistants.tiny("unified", "float32", "operators")
-    engine: Any = coded.fresh_engine(llm, Fixed(3), rows=3)
-    engine.prefix_cache = PrefixCache(2**24)
-    drafter, chunk = engine.drafters[NAME], engine.target.chunk
-    assert chunk > coded.POSITIONS, "a chunk does not fit: the prefix is tested over a longer cache"
-    for sample in range(2):
-        engine.submit(request(PROMPTS[6], NAME, seed=1, group=7, sample=sample, max_new_tokens=4))
-    while not engine.scheduler.idle:
-        engine.step()
-        for sequence in engine.rows.sequences:
-            if sequence.decoding:
-                assert drafter.states.lengths[sequence.row] == len(sequence.tokens) - 1
-
-
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
@@ -205,8 +186,8 @@ def test_an_assistant_is_no_model_and_a_model_no_assistant(tmp_path: Path) -> No
 def test_the_option_draft_finds_the_assistant(tmp_path: Path) -> None:
     llm = assistants.load(tmp_path, "shared", "float32", "operators")
     assert llm.default_drafter == NAME
-    assert {"lookup", NAME} <= set(engine_of(llm).drafters)
-    assert "draft-model" not in engine_of(llm).drafters
+    assert {"lookup", NAME} <= set(llm.loaded.engine.drafters)
+    assert "draft-model" not in llm.loaded.engine.drafters
 
 
 @around

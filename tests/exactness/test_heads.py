@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +15,19 @@ import torch
 from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Confidence, Fixed, Heuristic, Policy
 from foredraft.drafters import states
+from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.medusa import Medusa
+from foredraft.kernels.compilation import library
 from tests.exactness import matrix as heads
 from tests.exactness import test_conformance as conformance
 from tests.exactness.matrix import *  # noqa: F403
 from tests.exactness.matrix import prompts_of
 from tests.exactness.matrix import test_the_exact_distribution as test_the_exact_distribution
 from tests.exactness.test_enumeration import check_joint_law
-from tests.parity.test_heads import V, load
+from tests.parity.test_heads import V, check_parity, load
 from tests.support import coded
-from tests.support.loaded import engine_of
+from tests.support.compiling import Defects
+from tests.support.heads import FORMATS
 from tests.support.mutation import assert_caught, defect
 
 NEW = 40
@@ -68,7 +73,7 @@ def kinds_of(llm: LLM) -> list[str]:
 
 @pytest.mark.parametrize("policy", [Fixed(1), Fixed(4), NowAndThen(3)], ids=str)
 def test_the_heads_caches_are_those_of_a_fresh_prefill(llm: LLM, policy: Policy) -> None:
-    if engine_of(llm).cache.dtype == torch.bfloat16 or isinstance(heads.drafter_of(llm), Medusa):
+    if llm.loaded.engine.cache.dtype == torch.bfloat16 or isinstance(heads.drafter_of(llm), Medusa):
         pytest.skip("compared in float32, of heads with keys and values")
     heads.check_caches(llm, heads.drafter_of(llm).name, policy, [PROMPTS[1], PROMPTS[4]], NEW)
 
@@ -148,3 +153,54 @@ def test_states_of_the_wrong_positions_are_caught(monkeypatch: pytest.MonkeyPatc
         check()
         early = conformance.states_of_the_position_before
         assert_caught(defect("a state early", Medusa.observe, early, check), monkeypatch)
+
+
+NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="needs the C kernels")
+EAGLES = [name for name, form in FORMATS.items() if form["of"] in ("eagle", "eagle3")]
+
+
+def check_fused(format: str, dtype: str = "float32") -> None:
+    """Check the drafts of texts, whose rows have read less and more than the pending token's pair."""
+    unread, reads = Eagle3._unread, set[int]()
+
+    def noted(self: Eagle3, *given: Any) -> Any:
+        found = unread(self, *given)
+        reads.update(map(len, found[0]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setattr(Eagle3, "_unread", noted)
+        llm = load(Path(place), format, "kernels", dtype)
+        heads.check_fused_drafts(llm, FORMATS[format]["of"], prompts_of(4, V))
+    assert len(reads) > 2
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", EAGLES)
+def test_fused_drafts_are_those_of_single_steps(format: str, dtype: str) -> None:
+    check_fused(format, dtype)
+
+
+parity = functools.partial(functools.partial, check_parity)
+fused = functools.partial(functools.partial, check_fused)
+# name: what stands in the sources and what takes its place, and a check
+DEFECTS: dict[str, tuple[str, str, Callable[[], None]]] = {
+    "the state as embedding": ("(const E *)p->inputs + c * n, to", "x + c * n, to", parity("qwen3")),
+    "the empty slot attended": ("seen &= key > 0;", "seen &= key >= 0;", parity("safeailab")),
+    "the residual normed": ("m->residual && c <", "c <", parity("safeailab")),
+    "the raw state recurs": ("if (m->recurs)", "if (0)", fused("qwen3")),
+    "the state of an ended row": ("memmove(x + left * hidden", "memmove(x + g * hidden", fused("safeailab")),
+    "draft tokens in their own order": ("full[draft_vocab[i]] =", "full[i] =", fused("safeailab")),
+}
+
+
+PLANTED = Defects(edit for *edit, _ in DEFECTS.values())
+
+
+@NEEDS_KERNELS
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    *edit, check = DEFECTS[name]
+    PLANTED.assert_caught(check, edit, monkeypatch)

@@ -37,7 +37,6 @@ from tests.exactness.test_layer_skip import BY, WORLDS
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import FAMILIES, reference_model
 from tests.support.coded import LOADED, VOCABULARY, loading_by
-from tests.support.loaded import engine_of
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -68,7 +67,7 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
     with loading_by(by):
         own: Any = {"drafter": "kangaroo", "adapter": folder / "perfect"}
         llm = foredraft.load(folder / "target", dtype=dtype, **own, **LOADED)
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     assert engine.target.by_kernels == (by == "kernels")
     for name in ADAPTERS:
         adapter = load_adapter(folder / name, read_adapter(folder / name), engine.target)
@@ -79,8 +78,8 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
 
 def add(llm: LLM, drafter: Any, name: str) -> None:
     drafter.name = name
-    engine_of(llm).drafters[name] = drafter
-    engine_of(llm).rows.caches = list(dict.fromkeys([*engine_of(llm).rows.caches, *drafter.caches]))
+    llm.loaded.engine.drafters[name] = drafter
+    llm.loaded.engine.rows.caches = list(dict.fromkeys([*llm.loaded.engine.rows.caches, *drafter.caches]))
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="-".join)
@@ -90,8 +89,8 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.heavy
 def test_greedy_ids_under_the_cost_model(llm: LLM, plain: Ids) -> None:
-    engine_of(llm).policy = auto = Auto(6)
-    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in engine_of(llm).drafters}
+    llm.loaded.engine.policy = auto = Auto(6)
+    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in llm.loaded.engine.drafters}
     auto.use(CostTable({1: {1: 1.0, 7: 1.1}, ROWS: {ROWS: 1.0, 7 * ROWS: 1.1}}, steps, {}))
     bits.assert_same(llm, ["auto"] * len(PROMPTS), plain, params=GREEDY)
 
@@ -108,7 +107,7 @@ def test_greedy_ids_under_the_cost_model(llm: LLM, plain: Ids) -> None:
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)
     want = bits.plain_ids(llm, params=GREEDY)
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     bits.assert_same(llm, in_turn(ADAPTERS, 2), want, params=GREEDY)
     if llm.loaded.spec.windows[-1] is None:  # an adapter has no window
         for output in llm.generate(PROMPTS[:5], replace(GREEDY, drafter="perfect")):
@@ -123,7 +122,7 @@ def test_fused_drafts_are_those_of_single_steps(family: str, name: str, tmp_path
 
 def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
     """No verifying pass runs the first layers on what a step read, nor on anything committed."""
-    engine_of(llm).policy = Fixed(3)
+    llm.loaded.engine.policy = Fixed(3)
     seen: list[tuple[Resume | None, list[int]]] = []
     forward = llm.loaded.runner.forward
 
@@ -144,7 +143,7 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
 @pytest.mark.parametrize("name", ["good", "early", "attention"])
 @pytest.mark.parametrize("policy", [Fixed(1), Fixed(4)], ids=["1", "4"])
 def test_the_adapters_cache_is_that_of_a_fresh_prefill(llm: LLM, name: str, policy: Fixed) -> None:
-    if engine_of(llm).cache.dtype == torch.bfloat16:
+    if llm.loaded.engine.cache.dtype == torch.bfloat16:
         pytest.skip("compared in float32")
     check_caches(llm, name, policy, [PROMPTS[1], PROMPTS[4], PROMPTS[7]], NEW)
 
@@ -166,14 +165,14 @@ class NowAndThen(Fixed):
 def test_plain_steps_and_prompts_are_read_from_the_targets_states(by: str, tmp_path: Path) -> None:
     """A perfect adapter drafts perfectly whenever it is asked, so it lacks nothing."""
     llm = load(tmp_path, "llama", "float32", by)
-    engine_of(llm).policy = NowAndThen(4)
+    llm.loaded.engine.policy = NowAndThen(4)
     params = replace(GREEDY, drafter="perfect", max_new_tokens=190)
     for output in llm.generate([PROMPTS[4], PROMPTS[6], PROMPTS[2]], params):
         assert output.stats.accepted == output.stats.drafted >= 8
 
 
 def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: Ids) -> None:
-    engine = engine_of(llm)
+    engine = llm.loaded.engine
     engine.policy = NowAndThen(4)
     params = replace(GREEDY, drafter="perfect", max_new_tokens=230)
     paused = Sequence(-1, PROMPTS[4], params, 0, drafters=("perfect",))
@@ -199,8 +198,8 @@ def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: Ids) ->
 
 def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
     """A beginning that was kept without it is read again; then it is there."""
-    engine_of(llm).policy = Fixed(4)
-    engine_of(llm).prefix_cache = cache = PrefixCache(2**30)
+    llm.loaded.engine.policy = Fixed(4)
+    llm.loaded.engine.prefix_cache = cache = PrefixCache(2**30)
     try:
         prompt = PROMPTS[7]
         hits = []
@@ -211,11 +210,11 @@ def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
             assert output.stats.accepted == output.stats.drafted
         assert hits == [0, 0, 256, 256]
     finally:
-        engine_of(llm).prefix_cache = None
+        llm.loaded.engine.prefix_cache = None
 
 
 def test_a_bans_rollback_takes_back_the_adapters_part(llm: LLM, plain: Ids) -> None:
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     engine.policy = Fixed(3)
     for length in (1, 5, 11):
         for sequence in bits.steps_of(llm, PROMPTS[4], "perfect", 20):
@@ -231,6 +230,6 @@ def test_a_bans_rollback_takes_back_the_adapters_part(llm: LLM, plain: Ids) -> N
 
 
 def test_an_adapter_of_nan_leaves_the_text_as_it_is(llm: LLM, plain: Ids) -> None:
-    drafter: Any = engine_of(llm).drafters["early"]
+    drafter: Any = llm.loaded.engine.drafters["early"]
     params = replace(GREEDY, drafter="early")
     check_nan_weights(llm, drafter.adapter.norm.weight, params, PROMPTS[2:4], plain[2:4])

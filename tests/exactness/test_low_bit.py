@@ -20,13 +20,12 @@ from foredraft.model.quantisation import quantise
 from foredraft.model.runner.native import NativeCodes
 from foredraft.model.weights import weight_bytes
 from tests.exactness.matrix import *  # noqa: F403
-from tests.exactness.matrix import PROMPTS, Ids, accepted_of, assert_same
+from tests.exactness.matrix import PROMPTS, accepted_of
 from tests.support import assistants
 from tests.support.checkpoints import VARIANTS, reference_model, save_checkpoint
 from tests.support.coded import LOADED, SEEDS, VOCABULARY
-from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
-from tests.support.mutations import Function, argument, around
+from tests.support.mutations import Function, around
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 NEW = 40
@@ -62,7 +61,7 @@ def load(folder: Path, name: str, dtype: str, weights: str | None, **more: Any) 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = load(tmp_path_factory.mktemp("model"), *request.param)
-    engine: Any = engine_of(found)
+    engine: Any = found.loaded.engine
     skips = Skips((2, 4, 5), (0, 6)) if request.param[0] == GEMMA4 else Skips((1,), (0, 2))
     engine.drafters |= {
         "skipping": LowBit(low_bit_copy(engine.target, 4), engine.cache, skips),
@@ -76,7 +75,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def check_agreement(llm: LLM) -> None:
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     engine.policy = Fixed(4)
     engine.drafters["eight"] = LowBit(low_bit_copy(engine.target, 8), engine.cache)
     engine.drafters["eight"].name = "eight"
@@ -113,20 +112,6 @@ def test_a_copy_without_a_part_is_caught(name: str, tmp_path: Path, monkeypatch:
     what, mutation = DEFECTS[name]
     llm = load(tmp_path, name, "bfloat16", None)
     assert_caught(defect(what, Decoder.__init__, mutation, lambda: check_agreement(llm)), monkeypatch)
-
-
-early = argument(1, lambda inputs: replace(inputs, starts=[max(0, at - 1) for at in inputs.starts]))
-
-
-def test_a_copy_over_committed_keys_is_caught(llm: LLM, plain: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys then stay in place of the target's."""
-
-    def check() -> None:
-        engine_of(llm).policy = Fixed(4)
-        assert_same(llm, ["low-bit"] * len(PROMPTS), plain, params=GREEDY)
-
-    check()
-    assert_caught(defect("committed keys", LowBit.fused_draft, early, check), monkeypatch)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -23,7 +23,7 @@ from foredraft.decode.vocab_ops import TorchVocabOps, total
 from foredraft.drafters.draft_model import DraftModel
 from tests.exactness import round_checks as checks
 from tests.exactness import test_constraints as constraints
-from tests.support.mutation import Edit, Mutation, caught_by, defect
+from tests.support.mutation import Edit, Mutation, caught_by
 from tests.support.mutations import Function, argument, around, before, changed, instead, top_k_ties_dropped
 from tests.unit import test_decode_sampling as unit
 
@@ -55,17 +55,6 @@ def not_normalised_after_a_cut(probs: Function, ops: TorchVocabOps, x: Tensor, b
     cut, finite = probs(ops, x, by)
     whole, _ = probs(ops, x, replace(by, cut=None))
     return whole.where(cut > 0, 0.0), finite
-
-
-@around
-def top_k_after_temperature(probs: Function, ops: TorchVocabOps, x: Tensor, by: SamplingTable) -> Any:
-    """No defect: dividing by the temperature changes no order."""
-    if by.top_k is None:
-        return probs(ops, x, by)
-    scaled = (x - x.amax(-1, keepdim=True)) / by.temperature[:, None, None]
-    k = by.top_k[:, None, None].expand(-1, x.shape[1], 1)
-    least = scaled.sort(-1, descending=True).values.gather(-1, (k - 1).clamp(0, x.shape[-1] - 1))
-    return probs(ops, x.masked_fill((k > 0) & (scaled < least), -math.inf), replace(by, top_k=None))
 
 
 def dropped_from_typical(drop: Callable[[Tensor], Tensor]) -> Mutation:
@@ -312,4 +301,3 @@ CONSTRAINTS = {
 }
 
 MUTANTS = caught_by(TRANSFORMS, CONSTRAINTS)
-HARMLESS = defect("top-k after temperature", PROBS, top_k_after_temperature, definition)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import foredraft
-from foredraft import LLM, SamplingParams, loading
+from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.heads.configs import read_block, read_eagle3
 from foredraft.drafters.heads.head_asset import is_dflash, is_dspark, is_eagle3
 from foredraft.drafters.heads.record import draft_ids
 from tests.support.checkpoints import reference_model
+from tests.support.coded import loading_by
 from tests.support.head_logits import definition_of
 from tests.support.heads import BY_DRAFTER, FORMATS, LAYERS, save_head
 from tests.support.loaded import engine_of
@@ -37,9 +38,7 @@ def load(folder: Path, format: str, by: str = "kernels", dtype: str = "float32",
         reference_model(**KEYS).save_pretrained(folder / "target")
     if not (folder / format).exists():
         save_head(folder / format, format, V)
-    with pytest.MonkeyPatch.context() as patch:
-        if by == "operators":
-            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
+    with loading_by(by):
         return foredraft.load(
             folder / "target", draft=folder / format, drafter=FORMATS[format]["of"], policy="fixed",
             dtype=dtype, device="cpu", **{"max_batch": 4, "max_length": 512, **more},

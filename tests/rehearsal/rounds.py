@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from foredraft import LLM
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
-from tests.rehearsal.operators import PAGEABLE
-from tests.support.loaded import engine_of
+from tests.rehearsal.tensors import PAGEABLE
 from tests.support.mutation import replaced
 
 
@@ -40,7 +39,7 @@ def _counted(function: Callable[..., Any], found: list[RoundCosts]) -> Callable[
 @contextmanager
 def costs_of_rounds(llm: LLM) -> Iterator[list[RoundCosts]]:
     """Gather them, and check that reading a prompt makes the host wait for nothing."""
-    engine, rounds, chunks = engine_of(llm), list[RoundCosts](), list[RoundCosts]()
+    engine, rounds, chunks = llm.loaded.engine, list[RoundCosts](), list[RoundCosts]()
     count_rounds = replaced(engine, "round", _counted(engine.round, rounds))
     with count_rounds, replaced(engine, "_prefill", _counted(engine._prefill, chunks)):
         yield rounds

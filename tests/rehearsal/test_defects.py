@@ -25,7 +25,6 @@ from tests.rehearsal.graphs import Graph
 from tests.rehearsal.rounds import costs_of_rounds
 from tests.rehearsal.tensors import Pretended
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 from tests.support.mutation import Edit, mutate
 from tests.support.mutations import Function, after, argument, around, before, instead
 
@@ -56,7 +55,7 @@ def check(folder: Path) -> None:
         again = [ids(llm, *run) for run in runs]
     waits = {cost.waits for cost in costs if not cost.captures}
     assert waits == {1}, f"waits of rounds: {waits}"
-    engine = engine_of(llm)
+    engine = llm.loaded.engine
     engine.replays = ONCE
     with engine.target.uncaptured():
         plain = [ids(llm, *run) for run in runs]

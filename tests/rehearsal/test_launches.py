@@ -13,7 +13,6 @@ from foredraft.decode.accept import ONCE
 from tests.rehearsal.rounds import costs_of_rounds
 from tests.rehearsal.test_texts import OPTIONS
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 
 DRAFT = 5  # tokens of a draft
 MOST = {"none": 40, "draft-model": 60}  # launches of a round
@@ -50,7 +49,7 @@ def test_launches_of_a_round(llm: LLM, drafter: str, name: str) -> None:
 
 
 def test_without_replays_the_check_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_of(llm), "replays", ONCE)
+    monkeypatch.setattr(llm.loaded.engine, "replays", ONCE)
     assert launches(llm, "none", "speculative")[0] > MOST["none"]
     monkeypatch.setattr(drafting, "_captured_draft", lambda *arguments: None)
     assert launches(llm, "draft-model", "speculative")[0] > MOST["draft-model"]

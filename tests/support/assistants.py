@@ -11,10 +11,9 @@ import pytest
 import torch
 import transformers
 
-import foredraft
-from foredraft import LLM, loading
+from foredraft import LLM
 from tests.support.checkpoints import reference_model
-from tests.support.loaded import engine_of
+from tests.support.coded import load_pair, loading_by
 from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
 from tests.support.variants_llama_like import GROUPED, UNTIED
 
@@ -79,17 +78,12 @@ def save_assistant(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> 
     return folder
 
 
-def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows: int = 8, **keys: Any) -> LLM:
-    target = save_target(folder / "target", kind, words)
-    assistant = save_assistant(folder / "assistant", kind, words, **keys)
-    with pytest.MonkeyPatch.context() as patch:
-        if by == "operators":
-            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-        llm = foredraft.load(
-            target, draft=assistant, dtype=dtype, policy="fixed", device="cpu", max_batch=rows, max_length=512
-        )
-    engine: Any = engine_of(llm)
-    assert engine.target.by_kernels == (by == "kernels")
+def load(folder: Path, kind: str, dtype: str, by: str, **keys: Any) -> LLM:
+    target = save_target(folder / "target", kind)
+    assistant = save_assistant(folder / "assistant", kind, **keys)
+    with loading_by(by):
+        llm = load_pair(target, assistant, dtype)
+    assert llm.loaded.runner.by_kernels == (by == "kernels")
     return llm
 
 

@@ -27,7 +27,6 @@ from tests.support.adapters import save_adapter
 from tests.support.checkpoints import reference_model
 from tests.support.distributions import Logits
 from tests.support.harness import ForkingEngine
-from tests.support.loaded import engine_of
 from tests.support.parts import letters
 
 VOCABULARY, ROWS = 97, 8
@@ -73,7 +72,7 @@ def load(folder: Path, family: str, dtype: str, weights: str | None, copy: str |
         target, draft=draft, adapter=adapter, plan="skip:attn=1/mlp=0", dtype=dtype, weights=weights,
         draft_weights=copy, drafter="layer-skip", **LOADED,
     )  # fmt: skip
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     if copy is None:
         engine.drafters["low-bit"] = LowBit(engine.target, engine.cache)
     return llm
@@ -106,7 +105,7 @@ def after(llm: LLM) -> Logits:
 
 def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
     """Return an engine with caches and drafters like the loaded one's that saw nothing."""
-    loaded: Any = engine_of(llm)
+    loaded: Any = llm.loaded.engine
     cache = loaded.target.new_cache(rows, POSITIONS)
     drafters = {name: _fresh(own, loaded.target, cache, rows) for name, own in loaded.drafters.items()}
     if "draft-model" in drafters:

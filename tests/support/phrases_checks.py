@@ -21,7 +21,6 @@ from foredraft.loading.inspection import inspect_models
 from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 from tests.support.phrases import BYTES_PER_TOKEN, FILE
 from tests.support.serving import serving
 
@@ -51,10 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
     def run(*words: object) -> tuple[int, Any, str]:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            raise SystemExit(main([*map(str, words)]))
+        code = main([*map(str, words)])
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), json.loads(out) if out.startswith("{") else out, err
+        return code, json.loads(out) if out.startswith("{") else out, err
 
     return run
 
@@ -66,7 +64,7 @@ def load(models: Path, **options: Any) -> foredraft.LLM:
 def test_load_takes_it(models: Path) -> None:
     with load(models, draft=models / "phrases", policy="fixed") as llm:
         assert llm.default_drafter == "phrases"
-        assert engine_of(llm).policy.max_draft == LENGTH - 1
+        assert llm.loaded.engine.policy.max_draft == LENGTH - 1
         params = (GREEDY.replace(drafter=name) for name in ("none", "phrases"))
         plain, drafted = (llm.generate([PROMPT, "x"], each) for each in params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
@@ -74,7 +72,7 @@ def test_load_takes_it(models: Path) -> None:
     assert stats[0].accepted > 0 and stats[1].drafted > stats[1].accepted
     assert all(output.lossless for output in drafted)
     with load(models, draft=models / "phrases") as llm:
-        assert llm.default_drafter == "auto" and "phrases" in engine_of(llm).drafters
+        assert llm.default_drafter == "auto" and "phrases" in llm.loaded.engine.drafters
         assert llm.requests.drafters(SamplingParams())[-1] == "phrases"
 
 

@@ -22,7 +22,6 @@ from foredraft.serve.app import create_app
 from foredraft.serve.server import listen, make_server
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
-from tests.support.loaded import engine_of
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}# assistant:"
@@ -50,7 +49,7 @@ class Served:
             time.sleep(0.01)
 
     def idle(self) -> bool:
-        engine = engine_of(self.llm)
+        engine = self.llm.loaded.engine
         return engine.scheduler.idle and self.state.model is not None and not self.state.model.limits.samples
 
     def websocket(self, **options: Any) -> ClientConnection:
