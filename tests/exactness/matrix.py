@@ -25,6 +25,7 @@ from foredraft.decode import drafting
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters import states
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.model.runner.graphs import Graphs
 from tests.exactness.test_conformance import CONSTRAINTS
@@ -42,7 +43,7 @@ from tests.support.parts import LateBan, NoRepeat
 from tests.support.recorder import Rerun
 
 __all__ = [
-    "GREEDY", "PROMPTS",
+    "GREEDY", "PROMPTS", "few_states_wait",
     "test_a_seed_gives_the_text_of_plain_decoding", "test_choices_share_a_prompt_and_a_second_request_restores_it",
     "test_greedy_ids_in_batches_and_alone", "test_penalties_constraints_and_bans",
 ]  # fmt: skip
@@ -156,6 +157,20 @@ def check_cache(llm: LLM, drafter: str, prompt: list[int], count: int) -> Sequen
         for sequence in steps_of(llm, tokens[: length + 1], None, 1):
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
     return drafted
+
+
+class NowAndThen(Fixed):
+    """Drafts after stretches of plain steps, longer than states may wait."""
+
+    name = "now and then"
+
+    def budget(self, sequence: Any) -> int:
+        return self.max_draft if len(sequence.tokens) % 21 < 3 else 0
+
+
+@pytest.fixture(autouse=True)
+def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "MAX_WAITING", 8)
 
 
 def drafter_of(llm: LLM) -> Any:

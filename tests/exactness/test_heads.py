@@ -14,14 +14,13 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Confidence, Fixed, Heuristic, Policy
-from foredraft.drafters import states
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.medusa import Medusa
 from foredraft.kernels.compilation import library
 from tests.exactness import matrix as heads
 from tests.exactness import test_conformance as conformance
 from tests.exactness.matrix import *  # noqa: F403
-from tests.exactness.matrix import prompts_of
+from tests.exactness.matrix import NowAndThen, prompts_of
 from tests.exactness.matrix import test_the_exact_distribution as test_the_exact_distribution
 from tests.exactness.test_enumeration import check_joint_law
 from tests.parity.test_heads import V, check_parity, load
@@ -42,23 +41,7 @@ MADE = [
     ("block z-lab", "bfloat16", "kernels"),
     ("block gated", "float32", "operators"),
 ]
-
-
-class NowAndThen(Fixed):
-    """Drafts after stretches of plain steps, longer than states may wait."""
-
-    name = "now and then"
-
-    def budget(self, sequence: Any) -> int:
-        return self.max_draft if len(sequence.tokens) % 21 < 3 else 0
-
-
 POLICIES = [Fixed(1), Fixed(4), Heuristic(7), Confidence(6, threshold=0.2), NowAndThen(3)]
-
-
-@pytest.fixture(autouse=True)
-def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "MAX_WAITING", 8)
 
 
 @pytest.fixture(scope="module", params=MADE, ids="-".join)

@@ -17,7 +17,6 @@ from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters import states
 from foredraft.drafters.kangaroo import Kangaroo, load_adapter, read_adapter
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
@@ -27,6 +26,7 @@ from tests.exactness.matrix import *  # noqa: F403
 from tests.exactness.matrix import (
     PROMPTS,
     Ids,
+    NowAndThen,
     check_caches,
     check_fused_drafts,
     check_nan_weights,
@@ -146,19 +146,6 @@ def test_the_adapters_cache_is_that_of_a_fresh_prefill(llm: LLM, name: str, poli
     if llm.loaded.engine.cache.dtype == torch.bfloat16:
         pytest.skip("compared in float32")
     check_caches(llm, name, policy, [PROMPTS[1], PROMPTS[4], PROMPTS[7]], NEW)
-
-
-WAITING = 64  # states that wait, at most: so few that texts here pass it more than once
-
-
-@pytest.fixture(autouse=True)
-def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "MAX_WAITING", WAITING)
-
-
-class NowAndThen(Fixed):
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft if len(sequence.tokens) % (WAITING + 9) < 3 else 0
 
 
 @pytest.mark.parametrize("by", BY)
