@@ -14,8 +14,7 @@ import transformers
 from foredraft import LLM
 from tests.support.checkpoints import reference_model
 from tests.support.coded import load_pair, loading_by
-from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
-from tests.support.variants_llama_like import GROUPED, UNTIED
+from tests.support.variants_llama_like import BY_LAYER, FULL, GROUPED, SHARED, SLIDING, UNTIED
 
 WORDS = 5  # of the vocabulary of `tiny`
 WINDOW = 8

@@ -22,7 +22,7 @@ from foredraft.model.runner.native import (
     pack_pieces,
 )
 from foredraft.model.runner.native.products import multiplies_integers
-from tests.support.integers import integer_product
+from tests.support.quantising import integer_product
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]

@@ -31,7 +31,7 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import ROPES, TEXT, save_checkpoint
 from tests.support.mutation import Mutant, assert_caught, defect
-from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
+from tests.support.variants_llama_like import BY_LAYER, FULL, SHARED, SLIDING
 
 pytest.importorskip("gguf")
 
