@@ -138,6 +138,7 @@ def confidence_of(logits: list[float], token: int, signal: Signal) -> float:
 def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Signal) -> None:
     assert (turn.drafter, turn.budget) == (asked.drafter if asked.budget else None, asked.budget)
     text = sequence.tokens[: len(sequence.prompt) + turn.start]
+    assert asked.told is not None
     outcome, confidence = asked.told
     assert outcome.drafter == turn.drafter
     assert (outcome.drafted, outcome.accepted) == (len(turn.draft), turn.accepted)
