@@ -52,6 +52,7 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
     **variants_norms.FAMILIES,
     **variants_llama_like.FAMILIES,
+    **GEMMA4_FAMILIES,
 }
 UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
 NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer

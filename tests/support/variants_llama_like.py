@@ -210,7 +210,6 @@ CHANGES |= {
     },
     "gemma4-unified": {"shared": {**SHARED, "use_double_wide_mlp": True}},
 }
-FAMILIES |= GEMMA4_FAMILIES
 UNSCALED |= {*GEMMA4_FAMILIES}
 
 
