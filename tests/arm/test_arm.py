@@ -27,9 +27,9 @@ from foredraft.model.quantisation.scheme import ActivationFormat
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native.products import pack_codes, pack_native
 from tests.arm.recording import Call, packed, recording
-from tests.exactness.test_eagle_kernels import check_fused
+from tests.exactness.test_heads import check_fused
 from tests.support.compiling import change_sources
-from tests.support.integers import integer_product
+from tests.support.quantising import integer_product
 from tests.unit import test_kernels_fused, test_kernels_leaves, test_kernels_vocab
 from tests.unit.test_kernels_codes import CODE_FORMATS, Coded, codes_of
 from tests.unit.test_kernels_passes import decoders, text_logits

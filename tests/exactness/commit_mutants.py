@@ -68,8 +68,7 @@ def goes_on_after(finish: Finish) -> tuple[Edit, ...]:
     return (Sequence.extend, remember), (Sequence._end, mutate_end)
 
 
-def limit_unknown(sequence: Sequence, *_: Any) -> tuple[Any, str, Any]:
-    return sequence, "params", sequence.params.replace(max_new_tokens=10**6)
+limit_unknown = holding(lambda own, *_: (own, "params", own.params.replace(max_new_tokens=10**6)))
 
 
 @around
@@ -91,6 +90,7 @@ def first_drafter_again(plan: Function) -> Function:
     return mutated
 
 
+end_overwritten = before(lambda engine, sequence: setattr(sequence, "finish", Finish.CANCELLED))
 APPENDED = {
     checks.drafts_behind_the_gate: [("a bonus that the target is unsure of dropped", unsure_bonus_dropped())],
     checks.bonus_behind_the_gate: [("the bonus missing after a gate", Sequence.extend, without_the_bonus)],
@@ -100,15 +100,11 @@ APPENDED = {
     partial(identity.test_a_limit_at_every_place_of_a_run, 7): [
         (
             "the limit inside a run ignored",
-            (*goes_on_after(Finish.LENGTH), (round_draft._candidates, holding(limit_unknown))),
+            (*goes_on_after(Finish.LENGTH), (round_draft._candidates, limit_unknown)),
         )
     ],
     identity.test_cancelling_keeps_the_text_and_is_final: [
-        (
-            "an end overwritten by a cancellation",
-            Engine.cancel,
-            before(lambda engine, sequence: setattr(sequence, "finish", Finish.CANCELLED)),
-        )
+        ("an end overwritten by a cancellation", Engine.cancel, end_overwritten)
     ],
     identity.test_a_rollback_across_three_rounds: [
         ("a ban's rollback that bars nothing at temperature 0", Sequence.extend, ban_not_barred)
@@ -117,15 +113,12 @@ APPENDED = {
 }
 
 
-def leave_the_cache_as_it_is(engine: Engine, sequence: Sequence, base: int, *_: Any) -> None:
-    engine.cache.lengths[sequence.row] = base + 1 + sequence.rounds[-1].drafted
-
-
-def only_the_rounds_drafter(engine: Engine, sequence: Sequence, *_: Any) -> tuple[Any, str, Any]:
-    name = sequence.rounds[-1].drafter
-    return sequence, "drafters", () if name is None else (name,)
-
-
+cache_left_as_it_is = before(
+    lambda engine, own, base, *_: engine.cache.lengths.__setitem__(own.row, base + 1 + own.rounds[-1].drafted)
+)
+only_the_rounds_drafter = holding(
+    lambda engine, own, *_: (own, "drafters", tuple(filter(None, [own.rounds[-1].drafter])))
+)
 rollbacks_not_told = around(
     lambda tell, engine, sequence, base, emitted, *rest: (
         tell(engine, sequence, base, emitted, *rest) if emitted >= 0 else None
@@ -137,6 +130,10 @@ def one_off_after_whole(engine: Any, inputs: RoundInputs, draft: Any, starts: An
     for row, sequence in enumerate(inputs.sequences):
         last = sequence.rounds[-1] if sequence.rounds else None
         starts[row] += last is not None and last.accepted == last.drafted > 0
+
+
+def always_resumed(engine: Engine, inputs: Any, draft: Any, starts: Any, options: Any) -> None:
+    options.update(resume=draft.resume)
 
 
 def keep_the_table_of_the_batch_before(engine: Engine, policy: Policy) -> None:
@@ -151,22 +148,18 @@ TOLD = {
         ("no states", Engine._tell_drafters, argument(3, lambda n: min(n, 0))),
     ],
     checks.greedy_tokens: [
-        ("cache not rolled back", Engine._tell_drafters, before(leave_the_cache_as_it_is)),
+        ("cache not rolled back", Engine._tell_drafters, cache_left_as_it_is),
         ("position off by one after a draft accepted whole", Engine._verify, verified(one_off_after_whole)),
     ],
     checks.decisions_among_drafters: [
-        ("only the round's drafter told of a commit", Engine._tell_drafters, holding(only_the_rounds_drafter))
+        ("only the round's drafter told of a commit", Engine._tell_drafters, only_the_rounds_drafter)
     ],
     checks.greedy_bans: [("a drafter not told of a rollback", Engine._tell_drafters, rollbacks_not_told)],
     checks.skipping_drafts: [
         ("a draft's plan in the verifying pass", Engine._verify, verified(mutations.with_the_drafts_plan))
     ],
     identity.test_an_auxiliary_layer_below_the_resumed_depth_prevents_resuming: [
-        (
-            "resumes above an auxiliary layer",
-            Engine._verify,
-            verified(lambda engine, inputs, draft, starts, options: options.update(resume=draft.resume)),
-        )
+        ("resumes above an auxiliary layer", Engine._verify, verified(always_resumed))
     ],
     checks.mixed_rows: [
         ("parameters of the batch before", Engine._inputs, before(keep_the_table_of_the_batch_before))
@@ -266,10 +259,6 @@ def mover_counts_as(finite: Callable[[Sequence], bool]) -> Mutation:
     return holding(moving)
 
 
-def always(_: Sequence) -> bool:
-    return True
-
-
 def unless_failed(sequence: Sequence) -> bool:
     return sequence.error is None
 
@@ -290,8 +279,7 @@ def drafters_told_last(fail_batch: Function, engine: Engine, error: str) -> None
             engine.drafters[name].leave(sequence)
 
 
-def as_plain(results: Any) -> Any:
-    return [replace(result, drafted=0) if result.target_nonfinite else result for result in results]
+as_plain = argument(2, lambda results: [replace(r, drafted=0) if r.target_nonfinite else r for r in results])
 
 
 @around
@@ -316,12 +304,14 @@ def moved_without_its_cache(remove: Function, kept: Rows, sequence: Sequence) ->
         remove(kept, sequence)
 
 
+without_wiping = holding(lambda engine, *rest: (engine.cache, "wipe", lambda *_: None))
+drafting_at_once = holding(lambda sequence, *rest: (sequence, "skip_draft", False))
 ROWS = {
     partial(identity.test_broken_logits_end_one_request_alone, "draft-model"): [
-        ("a failed row used again as it is", Rows.remove, leaver_counts_as(always))
+        ("a failed row used again as it is", Rows.remove, leaver_counts_as(lambda _: True))
     ],
     checks.several_broken_rows: [
-        ("what a failed row leaves behind when it moves", Rows.remove, mover_counts_as(always))
+        ("what a failed row leaves behind when it moves", Rows.remove, mover_counts_as(lambda _: True))
     ],
     identity.test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind: [
         ("only rows that failed are zeroed, not unproven ones", Rows.remove, leaver_counts_as(unless_failed))
@@ -334,17 +324,9 @@ ROWS = {
         ("drafters leave a failed batch after rows have moved", Engine.fail_batch, drafters_told_last),
     ],
     partial(identity.test_a_draft_that_breaks_the_pass_costs_only_the_draft, "script"): [
-        (
-            "a row that its draft broke is not wiped",
-            Engine._append,
-            holding(lambda engine, *rest: (engine.cache, "wipe", lambda *_: None)),
-        ),
-        (
-            "a row that its draft broke drafts again at once",
-            round_draft._candidates,
-            holding(lambda sequence, *rest: (sequence, "skip_draft", False)),
-        ),
-        ("a row that its draft broke fails", Engine._commit, argument(2, as_plain)),
+        ("a row that its draft broke is not wiped", Engine._append, without_wiping),
+        ("a row that its draft broke drafts again at once", round_draft._candidates, drafting_at_once),
+        ("a row that its draft broke fails", Engine._commit, as_plain),
     ],
     identity.test_a_drafter_with_nonfinite_logits_is_reset_once_and_then_dropped: [
         ("a broken drafter's rows kept", reset_drafter, holding(lambda _, own, *rest: (own, "caches", ())))
@@ -361,8 +343,9 @@ ROWS = {
 }
 
 
-def confidence_of_the_first(results: list[RowResult]) -> list[RowResult]:
-    return [replace(result, target_confidence=results[0].target_confidence) for result in results]
+confidence_of_the_first = argument(
+    2, lambda results: [replace(each, target_confidence=results[0].target_confidence) for each in results]
+)
 
 
 def confidence_of_another_row(results: list[RowResult]) -> list[RowResult]:
@@ -430,33 +413,20 @@ class Misasked:
         return getattr(self._policy, name)
 
 
-def misasked(name: str, asked: Function) -> Mutation:
-    """Ask the policy otherwise: by a method, a function of (ask, sequences, position, q, logits)."""
-    return argument(2, lambda tools: replace(tools, policy=Misasked(tools.policy, name, asked)))
+# how the policy is asked otherwise: a function of (ask, sequences, position, q, logits)
+ASKED: dict[str, Function] = {
+    "sharpened logits": lambda ask, rows, at, q, logits: ask(rows, at, q, logits * 3),
+    "another row's logits": lambda ask, rows, at, q, logits: ask(rows, at, q, logits.roll(1, 0)),
+    "other sequences": lambda ask, rows, *rest: ask(rows[::-1], *rest),
+    "q before the transforms": lambda ask, rows, at, q, x: ask(rows, at, Distribution(x.softmax(-1)), x),
+    "answers for another row": lambda ask, *question: ask(*question).roll(1),
+    "nothing before the first": lambda ask, rows, at, *rest: ask(rows, at, *rest) if at else None,
+}
 
 
-def sharpened(ask: Function, sequences: Any, position: int, q: Any, logits: Tensor) -> Any:
-    return ask(sequences, position, q, logits * 3)
-
-
-def of_the_row_before(ask: Function, sequences: Any, position: int, q: Any, logits: Tensor) -> Any:
-    return ask(sequences, position, q, logits.roll(1, 0))
-
-
-def of_other_sequences(ask: Function, sequences: Any, *rest: Any) -> Any:
-    return ask(sequences[::-1], *rest)
-
-
-def of_raw_q(ask: Function, sequences: Any, position: int, q: Any, logits: Tensor) -> Any:
-    return ask(sequences, position, Distribution(logits.softmax(-1)), logits)
-
-
-def answers_moved(ask: Function, *question: Any) -> Any:
-    return ask(*question).roll(1)
-
-
-def not_asked_first(ask: Function, sequences: Any, position: int, *rest: Any) -> Any:
-    return ask(sequences, position, *rest) if position else None
+def misasked(method: str, how: str) -> tuple[str, Function, Mutation]:
+    asked = argument(2, lambda tools: replace(tools, policy=Misasked(tools.policy, method, ASKED[how])))
+    return f"{method} asked of {how}", propose, asked
 
 
 POLICIES: list[tuple[Any, ...]] = [
@@ -464,19 +434,15 @@ POLICIES: list[tuple[Any, ...]] = [
     ("the target's confidence in another token", target_confidence, argument(1, lambda ids: ids.roll(1))),
     ("the target's confidence by sharpened logits", target_confidence, argument(0, lambda x: x * 2)),
     ("the target's confidence in another row", fetch_results, changed(confidence_of_another_row)),
-    ("each row told the confidence of the first", Engine._commit, argument(2, confidence_of_the_first)),
+    ("each row told the confidence of the first", Engine._commit, confidence_of_the_first),
     ("nothing told of plain steps", Engine._commit, holding(learns_of_drafts_alone)),
     ("one state for all sequences", Engine.submit, one_state),
     ("rows in prefill left out", choose_drafts, without_idle_rows),
     ("a row given the budget of another", choose_drafts, changed(budget_of_the_next_row)),
-    ("an end asked of sharpened logits", propose, misasked("go_on", sharpened)),
-    ("a draw asked of sharpened logits", propose, misasked("may_draw", sharpened)),
-    ("a draw asked of another row's logits", propose, misasked("may_draw", of_the_row_before)),
-    ("an end asked of other sequences", propose, misasked("go_on", of_other_sequences)),
-    ("a draw asked of q before the transforms", propose, misasked("may_draw", of_raw_q)),
-    ("an end that ends another row's draft", propose, misasked("go_on", answers_moved)),
-    ("a position left in another row's draft", propose, misasked("may_draw", answers_moved)),
-    ("not asked before the first draw", propose, misasked("may_draw", not_asked_first)),
+    misasked("go_on", "sharpened logits"),
+    *(misasked("may_draw", how) for how in ASKED if how != "other sequences"),
+    misasked("go_on", "other sequences"),
+    misasked("go_on", "answers for another row"),
 ]
 
 MUTANTS = caught_by(APPENDED, TOLD, DRAFTERS, ROWS, {each_row_its_own: POLICIES})

@@ -13,8 +13,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.drafters.kangaroo import Kangaroo
 from foredraft.drafters.states import KnownStates
 from tests.exactness import test_kangaroo as kangaroo
-from tests.exactness.test_bits import PROMPTS, assert_same, plain_ids
-from tests.support.loaded import engine_of
+from tests.exactness.matrix import PROMPTS, assert_same, plain_ids
 from tests.support.mutation import caught_by
 from tests.support.mutations import Function, argument, around, before, last_token_known
 
@@ -32,24 +31,16 @@ def cache(gamma: int) -> None:
 
 def tokens() -> None:
     llm, want = loaded()
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     assert_same(llm, ["good"] * len(PROMPTS), want, params=kangaroo.GREEDY)
 
 
 def perfect_drafts() -> None:
     llm, _ = loaded()
     for length in (1, 4):
-        engine_of(llm).policy = Fixed(length)
+        llm.loaded.engine.policy = Fixed(length)
         for output in llm.generate(PROMPTS[2:6], replace(kangaroo.GREEDY, drafter="perfect")):
             assert output.stats.accepted == output.stats.drafted > 0
-
-
-def resumed() -> None:
-    kangaroo.test_the_verifying_pass_resumes_from_the_drafts_states(loaded()[0])
-
-
-def rolled_back() -> None:
-    kangaroo.test_a_bans_rollback_takes_back_the_adapters_part(*loaded())
 
 
 def take_the_last_for_read(drafter: Kangaroo, *_: Any) -> None:
@@ -76,12 +67,16 @@ TABLE = {
         ("states one position late", Kangaroo.observe, argument(2, lambda start: start + 1)),
     ],
     functools.partial(cache, 4): [("the adapter not rolled back", Kangaroo.observe, read_is_forgotten)],
-    rolled_back: [("the adapter not rolled back by a ban", Kangaroo.rewind, lambda rewind: lambda *_: None)],
+    lambda: kangaroo.test_a_bans_rollback_takes_back_the_adapters_part(*loaded()): [
+        ("the adapter not rolled back by a ban", Kangaroo.rewind, lambda rewind: lambda *_: None)
+    ],
     perfect_drafts: [
         ("states one position early", Kangaroo.read_states, before(delay_states)),
         ("states that wait never read", Kangaroo.read_states, lambda read: lambda *_: None),
     ],
     tokens: [("the last drafted token's state taken for known", KnownStates.take, last_token_known)],
-    resumed: [("nothing known to the target", KnownStates.take, lambda take: lambda known: known.forget())],
+    lambda: kangaroo.test_the_verifying_pass_resumes_from_the_drafts_states(loaded()[0]): [
+        ("nothing known to the target", KnownStates.take, lambda take: lambda known: known.forget())
+    ],
 }
 MUTANTS = caught_by(TABLE)

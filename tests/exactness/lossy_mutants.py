@@ -95,17 +95,15 @@ confidence_after_the_transforms = around(
     )
 )
 
+a_position_early = argument(1, lambda index: (index - 1).clamp_min(0))
+drawn_if_the_first = added(drawable=lambda token, q, drawable, finite: drawable | finite & (token == 0))
 TABLE = {
     lossy_distribution: [
         ("the bound the wrong way round", accept._stands, bound_reversed),
         ("the draft's own distribution consulted", relative_to_q()),
         ("the token that is cut is kept", leading, one_more_kept),
         ("the token after a cut drawn from a residual", next_token_from_a_residual()),
-        (
-            "the token after a cut drawn from the position before it",
-            Distribution.position,
-            argument(1, lambda index: (index - 1).clamp_min(0)),
-        ),
+        ("the token after a cut drawn from the position before it", Distribution.position, a_position_early),
         ("tokens after a cut stand", leading, mutations.kept_after_a_rejection),
         ("judged before the transforms", SurpriseLimit.of, judged_before_the_transforms),
         ("no row is of the lossy rule", SamplingTable.of, changed(lambda table: replace(table, bound=None))),
@@ -130,12 +128,6 @@ TABLE = {
         ("a token drafted where the drafter is unsure", _Steps.add, added(drawable=lambda *given: given[-1])),
         ("unsure by q after the transforms", Fallback.may_draw, confidence_after_the_transforms),
     ],
-    strict_fallback_distribution: [
-        (
-            "left to the target by the drawn token",
-            _Steps.add,
-            added(drawable=lambda token, q, drawable, finite: drawable | finite & (token == 0)),
-        )
-    ],
+    strict_fallback_distribution: [("left to the target by the drawn token", _Steps.add, drawn_if_the_first)],
 }
 MUTANTS = caught_by(TABLE)

@@ -85,11 +85,8 @@ ACCEPTANCE = {
         ("u q <= p where p is 0", accept._keeps, lambda _: lambda u, q, p: u * q <= p)
     ],
     checks.ragged_drafts: [
-        (
-            "a row of a shorter draft, or of none, treated as rejected",
-            rejected_in_the_padding(),
-            IndexError,  # the residual of a token that was never drafted
-        ),
+        # it takes the residual of a token that was never drafted
+        ("a row of a shorter draft, or of none, treated as rejected", rejected_in_the_padding(), IndexError),
         ("padding accepted", leading, mutations.padding_kept),
     ],
     accept_unit.test_padding_is_never_accepted: [("padding, by hand", leading, mutations.padding_kept)],
@@ -173,15 +170,13 @@ def q_of_the_last(combine: Function, cls: type, parts: Any, tokens: Tensor, voca
     return sound
 
 
+unsure_dropped = added(drawable=lambda token, q, drawable, finite: drawable & (q.at(token) > 0.4))
+masked_as_broken = added(finite=lambda token, q, drawable, finite: drawable)
 DRAFT_LOOP = {
     checks.truncated_drafts: [("q before the transforms", q_before_the_transforms())],
     checks.sampled_drafts: [
         ("the token is not drawn from q", step_draws._token, mutations.drawn_from_power_of_q(2)),
-        (
-            "a drawn token of low confidence dropped",
-            _Steps.add,
-            added(drawable=lambda token, q, drawable, finite: drawable & (q.at(token) > 0.4)),
-        ),
+        ("a drawn token of low confidence dropped", _Steps.add, unsure_dropped),
     ],
     checks.confident_drafts: [
         ("a threshold that drops the token it stops at", _Steps.draft, changed(cut_at_improbable_tokens))
@@ -191,11 +186,7 @@ DRAFT_LOOP = {
         ("the drafter's non-finite logits go unnoticed", _Steps.add, argument(4, torch.ones_like))
     ],
     identity.test_a_drafter_without_an_allowed_token_is_not_dropped: [
-        (
-            "a drafter that a mask leaves nothing to draw counts as broken",
-            _Steps.add,
-            added(finite=lambda token, q, drawable, finite: drawable),
-        )
+        ("a drafter that a mask leaves nothing to draw counts as broken", _Steps.add, masked_as_broken)
     ],
     checks.mixed_drafters: [
         ("several drafters, each with the lengths of the first", Draft.combine, lengths_of_the_first)
@@ -245,9 +236,9 @@ NOISE = {
     checks.seeded_text: [("the round in the coupled key", NoiseKeys._hash, coupled_keys_with_the_round)],
     noise_unit.test_each_row_drafts_by_its_own_noise_or_by_what_it_shares: [
         (
-            "coupled noise for rows that are not coupled, beside some that are",
+            "coupled noise for rows of other rules, beside some",
             NoiseKeys._drafting,
-            lambda _: lambda keys: keys.bits(COUPLED),
+            instead(lambda own: own.bits(COUPLED)),
         )
     ],
     drafts_of_the_target: [
@@ -264,8 +255,9 @@ def nucleus_without_clamp(probs: Tensor, mass: Tensor) -> Tensor:
     return ordered.gather(-1, last)[..., 0]
 
 
-def one_temperature(table: SamplingTable) -> SamplingTable:
-    return replace(table, temperature=table.temperature[:1].repeat(len(table.temperature)))
+one_temperature = changed(
+    lambda table: replace(table, temperature=table.temperature[:1].expand_as(table.temperature))
+)
 
 
 @around
@@ -276,19 +268,12 @@ def renormalised_without_a_cut(probs: Function, ops: TorchVocabOps, x: Tensor, b
 
 SAMPLING = {
     partial(sampling_unit.test_a_broken_row_harms_no_other, {"top_p": 0.9}, float("nan")): [
-        (
-            "NaN under top-p",
-            vocab_ops.least_in_nucleus,
-            nucleus_without_clamp,
-            RuntimeError,
-        )  # a gather out of bounds breaks the batch
+        # a gather out of bounds breaks the batch
+        ("NaN under top-p", vocab_ops.least_in_nucleus, nucleus_without_clamp, RuntimeError)
     ],
-    checks.mixed_rows: [("one row's temperature for all", SamplingTable.of, changed(one_temperature))],
+    checks.mixed_rows: [("one row's temperature for all", SamplingTable.of, one_temperature)],
     sampling_unit.test_mixed_rows_are_each_their_own: [
         ("one row's cut in another's last bit", TorchVocabOps.probs, renormalised_without_a_cut)
-    ],
-    sampling_unit.test_ties_at_a_cut_are_kept: [
-        ("ties at a top-k cut dropped", TorchVocabOps.probs, mutations.top_k_ties_dropped)
     ],
 }
 

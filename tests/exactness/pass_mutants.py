@@ -65,7 +65,6 @@ def rounds(name: str, way: str) -> None:
         held.append((out, list(starts), [0 if skip else n for n, skip in zip(right, idle, strict=True)]))
         starts = [start + n for start, n in zip(starts, held[-1][2], strict=True)]
     for out, began, right in held:  # at the end, when they might have been overwritten
-        assert out.logits is not None
         for row, (start, count) in enumerate(zip(began, right, strict=True)):
             got, want = out.logits[row, :count], expected[row, start : start + count]
             assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(expected.abs().max()))
@@ -119,10 +118,6 @@ def built_with(*names: str) -> Mutation:
     return mutation
 
 
-def in_order(real: Tensor | None) -> Tensor | None:
-    return None if real is None else torch.arange(len(real))
-
-
 def attended(queries: Function | None = None, outputs: Function | None = None) -> tuple[Edit, ...]:
     """Mutate a ragged pass's queries or outputs: each function gets columns [B * T, ...] and the real ones."""
     contexts: list[ForwardContext] = []
@@ -150,14 +145,16 @@ def attended(queries: Function | None = None, outputs: Function | None = None) -
     return (attention.attend, remember), (attention.masked_attention, mutate_attention)
 
 
-def scattered_in_order(columns: Tensor, real: Tensor) -> Tensor:
-    return torch.zeros_like(columns).index_copy_(0, torch.arange(len(real)), columns[real])
+def in_order(real: Tensor | None) -> Tensor | None:
+    return None if real is None else torch.arange(len(real))
 
 
-def taken_in_order(columns: Tensor, real: Tensor) -> Tensor:
-    return columns.index_copy(0, real, columns[: len(real)])
-
-
+scattered_in_order = attended(
+    queries=lambda x, real: torch.zeros_like(x).index_copy_(0, in_order(real), x[real])
+)
+taken_in_order = attended(outputs=lambda columns, real: columns.index_copy(0, real, columns[: len(real)]))
+tokens_in_order = argument(2, lambda inputs: replace(inputs, real=in_order(inputs.real)))
+without_padding = around(lambda real_columns, pass_, queries: real_columns(pass_, pass_.tokens.shape[1]))
 old_starts = around(lambda replay, entry, inputs: replay(entry, [entry.buffers[0], *inputs[1:]]))
 
 
@@ -202,19 +199,11 @@ TABLE = {
     gathered: [
         ("gathered keys where the padding would be", BUILD, built_with("write")),
         ("gathered columns rotated in order", BUILD, built_with("rotary")),
-        ("gathered queries scattered in order", attended(queries=scattered_in_order)),
-        ("gathered outputs taken in order", attended(outputs=taken_in_order)),
-        (
-            "gathered tokens taken in order",
-            TorchBackend._entering,
-            argument(2, lambda inputs: replace(inputs, real=in_order(inputs.real))),
-        ),
+        ("gathered queries scattered in order", scattered_in_order),
+        ("gathered outputs taken in order", taken_in_order),
+        ("gathered tokens taken in order", TorchBackend._entering, tokens_in_order),
         ("gathered logits given out in order", torch_backend._asked, argument(2, in_order)),
-        (
-            "columns counted without their padding",
-            Pass.real_columns,
-            lambda real_columns: lambda pass_, queries: real_columns(pass_, pass_.tokens.shape[1]),
-        ),
+        ("columns counted without their padding", Pass.real_columns, without_padding),
     ],
     captured: [
         ("a graph replayed with old starts", graphs._Entry.run, old_starts),

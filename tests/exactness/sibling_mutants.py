@@ -14,7 +14,7 @@ from foredraft.decode import accept, constraint, round_draft, step_draws
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.engine import Engine
-from foredraft.decode.noise import ACCEPT, Noise
+from foredraft.decode.noise import ACCEPT
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.round_draft import AcceptResult, Siblings
 from foredraft.decode.sampling import PenaltyContext
@@ -53,8 +53,7 @@ in_the_next_column = changed(lambda rows: [{at: place + 1 for at, place in row.i
 by_column = changed(lambda rows: [{column: column for column in row} for row in rows])
 
 
-def not_moved(engine: Engine, *_: Any) -> tuple[Any, str, Any]:
-    return engine.cache, "move", lambda *_: None
+not_moved = holding(lambda engine, *_: (engine.cache, "move", lambda *_: None))
 
 
 def moved_from_another_column(engine: Engine, *_: Any) -> tuple[Any, str, Any]:
@@ -103,8 +102,9 @@ def kept_at_its_turn(
     return left, first.where(may_be, kept)
 
 
-def with_the_coin_of_the_draft(noise: Noise) -> Any:
-    return SimpleNamespace(coin=lambda keys, purpose: noise.coin(keys, ACCEPT))
+coin_of_the_draft = argument(
+    6, lambda noise: SimpleNamespace(coin=lambda keys, purpose: noise.coin(keys, ACCEPT))
+)
 
 
 @around
@@ -126,6 +126,8 @@ def left_there(
     return found
 
 
+none_coupled = argument(0, lambda inputs: replace(inputs, rules=["speculative"] * len(inputs.rules)))
+under_any_rule = during(SamplingParams, "bound", property(lambda params: None))
 TABLE = {
     law_of_siblings: [
         ("a sibling of another place written", Siblings.written, at_any_place),
@@ -139,18 +141,14 @@ TABLE = {
         ("the same, greedily", AcceptResult.last_column, row_of_the_chain),
         ("a sibling read a place too late", Siblings.leaves, in_the_next_column),
         ("a sibling's position by its column", Siblings.leaves, by_column),
-        ("a sibling's keys not moved", Engine._append_after_sibling, holding(not_moved)),
+        ("a sibling's keys not moved", Engine._append_after_sibling, not_moved),
         ("another sibling's keys moved", Engine._append_after_sibling, holding(moved_from_another_column)),
         ("a sibling believed to be read", Engine._append_after_sibling, before(believe_it_is_read)),
         ("the chain's states for a sibling", Engine._append_after_sibling, holding(tell_of_the_chain)),
         ("a duplicate sibling", step_draws.next_in_draw, drawn_again),
     ],
     coupled_siblings: [
-        (
-            "a coupled row that draws otherwise",
-            accept._go_on,
-            argument(0, lambda inputs: replace(inputs, rules=["speculative"] * len(inputs.rules))),
-        ),
+        ("a coupled row that draws otherwise", accept._go_on, none_coupled),
         ("noise of a sibling's own position", accept._go_on, argument(0, with_noise_of_the_sibling)),
     ],
     tests.test_a_sibling_that_makes_the_target_fail_harms_no_text: [
@@ -161,7 +159,7 @@ TABLE = {
     ],
     sampled_siblings: [
         ("a residual that is no law", Distribution.normalised, lambda _: lambda p, _: p),
-        ("a sibling by the draft's coin", accept._take_turns, argument(6, with_the_coin_of_the_draft)),
+        ("a sibling by the draft's coin", accept._take_turns, coin_of_the_draft),
     ],
     checks.law_of_siblings(3, "draft-model"): [
         ("a rejected sibling's part drawn", accept._take_turns, with_the_rejected_residual)
@@ -170,11 +168,7 @@ TABLE = {
         ("siblings beyond a draft", Siblings.of, argument(2, lambda lengths: lengths + 1))
     ],
     tests.test_the_lossy_rule_drafts_chains: [
-        (
-            "siblings under the lossy rule",
-            round_draft._candidates,
-            during(SamplingParams, "bound", property(lambda params: None)),
-        )
+        ("siblings under the lossy rule", round_draft._candidates, under_any_rule)
     ],
     law_of_constrained_siblings: [
         ("no mask after a sibling", Siblings.under, changed(lambda own: replace(own, masks=None))),

@@ -15,8 +15,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.plan_files import Skips
 from foredraft.drafters.states import KnownStates
 from tests.exactness import test_layer_skip as layer_skip
-from tests.exactness.test_bits import PROMPTS, check_cache
-from tests.support.loaded import engine_of
+from tests.exactness.matrix import PROMPTS, check_cache
 from tests.support.mutation import caught_by
 from tests.support.mutations import instead, last_token_known, verified, with_the_drafts_plan
 
@@ -31,7 +30,7 @@ def loaded(family: str) -> LLM:
 
 def check(family: str, skips: Skips, gathered: bool | None = None) -> None:
     """Compare; gathered: passes write the keys of real columns alone."""
-    engine: Any = engine_of(loaded(family))
+    engine: Any = loaded(family).loaded.engine
     engine.target.backend.gathers = gathered
     engine.drafters["layer-skip"] = LayerSkip(engine.target, engine.cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,40 @@ from foredraft.decode.vocab_ops import leading
 from foredraft.drafters.layer_skip import LowBit, low_bit_copy
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.products import NativeCodes
-from tests.exactness.test_bits import PROMPTS, accepted_of, assert_same, plain_ids
-from tests.exactness.test_enumeration import case, check_joint_law, check_law
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import PROMPTS, accepted_of, assert_same, plain_ids
+from tests.exactness.matrix import test_the_exact_distribution as test_the_exact_distribution
+from tests.exactness.test_enumeration import check_joint_law
 from tests.support import coded
-from tests.support.loaded import engine_of
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import argument, holding, padding_kept
 from tests.support.parts import RandomBudgets
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
-DRAFTERS = ("none", "lookup", "draft-model", "layer-skip", "kangaroo", "low-bit")
+KINDS = ("draft-model", "layer-skip", "kangaroo", "low-bit", "lookup", "none")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 Loaded = tuple[str, str | None, str | None]
 WEIGHTS = (("int4", None), ("int8", "int4"), (None, "int4"), (None, "int8"))  # of the target and its copy
+POLICIES = [Fixed(4), Fixed(1), Fixed(3, siblings=4), Fixed(2)]
 TARGETS: list[Loaded] = [(dtype, *weights) for dtype in ("float32", "bfloat16") for weights in WEIGHTS]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = coded.load(tmp_path_factory.mktemp("model"), "llama", *request.param)
-    drafter: Any = engine_of(found).drafters["low-bit"]
+    drafter: Any = found.loaded.engine.drafters["low-bit"]
     _, weights, copy = request.param
     products = drafter.draft_pass.runner.decoder.products
     bits = {product.code_format.bits if isinstance(product, NativeCodes) else None for product in products}
     assert bits == {int((copy or weights).removeprefix("int"))}
-    engine_of(found).policy = Fixed(4)
     return found
 
 
-def check_greedy_ids(llm: LLM, plain: list[list[int]], drafter: str) -> list[Any]:
-    """All prompts in a batch, and two of them alone; returns the outputs of the batch."""
-    outputs = llm.generate(PROMPTS, replace(GREEDY, drafter=drafter))
-    assert [output.token_ids for output in outputs] == plain
+def check_foreign_ids(llm: LLM, plain: list[list[int]]) -> list[Any]:
+    """Check all prompts in a batch, and two of them alone; return the outputs of the batch."""
     for index in (1, 4):
-        assert_same(llm, [drafter], [plain[index]], [PROMPTS[index]], GREEDY)
-    return outputs
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_ids_in_a_batch_and_alone(llm: LLM, plain: list[list[int]], drafter: str) -> None:
-    check_greedy_ids(llm, plain, drafter)
+        assert_same(llm, ["retokenize"], [plain[index]], [PROMPTS[index]], GREEDY)
+    return assert_same(llm, ["retokenize"] * len(PROMPTS), plain, params=GREEDY)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,11 +59,11 @@ def test_greedy_ids_with_a_draft_model_of_another_tokenizer(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = coded.load_foreign(tmp_path, dtype, "int8")
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     plain = plain_ids(llm, params=GREEDY)
-    accepted, drafted = accepted_of(check_greedy_ids(llm, plain, "retokenize"))
+    accepted, drafted = accepted_of(check_foreign_ids(llm, plain))
     assert 0.03 < accepted / drafted < 0.95
-    check = functools.partial(check_greedy_ids, llm, plain, "retokenize")
+    check = functools.partial(check_foreign_ids, llm, plain)
     by_copy = defect("verified by a copy", Engine._verify, by_a_copy(4), check)
     assert_caught(by_copy, monkeypatch)
 
@@ -83,15 +76,12 @@ def by_a_copy(bits: int) -> Mutation:
     return holding(copied)
 
 
-@pytest.mark.parametrize("transform", [pytest.param("as it is", marks=pytest.mark.slow), "cold top-k"])
-@pytest.mark.parametrize("drafter", ["draft-model", "layer-skip", "kangaroo", "low-bit", "retokenize"])
-@pytest.mark.parametrize("loaded", TARGETS, ids=str)
-def test_the_exact_distribution(loaded: Loaded, drafter: str, transform: str) -> None:
-    made = coded.tiny(*loaded)
-    engine = functools.partial(coded.fresh_engine, made)
-    check_law(engine, case(transform, drafter, prompt=(3,)), coded.after(made))
-
-
+LAWS = [
+    pytest.param((load, transform, "free", drafter), marks=[pytest.mark.slow] * (transform == "as it is"))
+    for load in (functools.partial(coded.tiny, *loaded) for loaded in TARGETS)
+    for drafter in ("draft-model", "layer-skip", "kangaroo", "low-bit", "retokenize")
+    for transform in ("as it is", "cold top-k")
+]
 PAIRS = (
     ("low-bit", "low-bit"),
     ("kangaroo", "low-bit"),
@@ -99,23 +89,27 @@ PAIRS = (
     ("draft-model", "layer-skip"),
     ("low-bit", "retokenize"),
 )
-POLICIES: dict[str, Callable[[], Policy]] = {"fixed": lambda: Fixed(2), "random": lambda: RandomBudgets(2)}
 
 
 def check_two_rows(
-    loaded: Loaded, drafters: tuple[str, str | None], policy: str = "fixed", transform: str = "cold top-k"
+    loaded: Loaded,
+    drafters: tuple[str, str | None],
+    policy: Policy | None = None,
+    transform: str = "cold top-k",
 ) -> None:
     made = coded.tiny(*loaded)
     engine = functools.partial(coded.fresh_engine, made)
-    found = check_joint_law(engine, drafters, coded.after(made), POLICIES[policy](), transform)
+    found = check_joint_law(engine, drafters, coded.after(made), policy, transform)
     assert found.accepted > 0
 
 
 @pytest.mark.parametrize(
-    ("drafters", "policy"), [*((pair, "fixed") for pair in PAIRS), (PAIRS[0], "random")], ids=str
+    ("drafters", "policy"), [*((pair, None) for pair in PAIRS), (PAIRS[0], RandomBudgets(2))], ids=str
 )
 @pytest.mark.parametrize("loaded", TARGETS, ids=str)
-def test_the_joint_law_of_two_rows(loaded: Loaded, drafters: tuple[str, str | None], policy: str) -> None:
+def test_the_joint_law_of_two_rows(
+    loaded: Loaded, drafters: tuple[str, str | None], policy: Policy | None
+) -> None:
     check_two_rows(loaded, drafters, policy)
 
 

@@ -19,9 +19,9 @@ from foredraft.model.decoder import EAGER_PARTS, LayerParts
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner import Runner, compiled, torch_backend
 from foredraft.model.weights import load_decoder
-from tests.exactness import test_bits as bits
+from tests.exactness import matrix as bits
 from tests.support.checkpoints import save_checkpoint
-from tests.support.loaded import engine_of
+from tests.support.coded import load_pair, save_pair
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=24, ignore_eos=True)
 # warnings of PyTorch's compiler itself
@@ -37,7 +37,7 @@ PAIRS = [("llama", "bfloat16"), *(pytest.param(pair, marks=pytest.mark.slow) for
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     family, dtype = request.param
-    return bits.load_pair(*bits.save_pair(tmp_path_factory.mktemp(family), family), dtype, compile=True)
+    return load_pair(*save_pair(tmp_path_factory.mktemp(family), family), dtype, compile=True)
 
 
 @pytest.mark.heavy
@@ -46,17 +46,17 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
     plain = [bits.plain_ids(llm, [ids], wish)[0] for ids, wish in zip(bits.PROMPTS, wishes, strict=True)]
     assert len({tuple(ids) for ids in plain}) == len(plain)
     for gamma, way in itertools.product((3, 7), ("padded", "gathered", "recorded")):
-        engine_of(llm).policy = Fixed(gamma)
-        params = [replace(wish, drafter=bits.KINDS[(gamma + i) % 3]) for i, wish in enumerate(wishes)]
-        with bits.computed(way, *bits.runners_of(llm)):
-            outputs = llm.generate(bits.PROMPTS, params)
-        assert [output.token_ids for output in outputs] == plain, (gamma, way)
+        llm.loaded.engine.policy = Fixed(gamma)
+        with bits.computed(way, llm):
+            bits.assert_same(
+                llm, bits.in_turn(("none", "draft-model", "lookup"), gamma), plain, params=wishes
+            )
 
 
 @pytest.mark.heavy
 def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
     target: Any = llm.loaded.runner
-    assert all(runner.compiled and not runner.by_kernels for runner in bits.runners_of(llm))
+    assert target.compiled and not target.by_kernels
     plain = Runner(target.decoder)
     caches = [runner.new_cache(2, 300) for runner in (target, plain)]
     tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -64,8 +64,6 @@ def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
         runner.forward(cache, tokens, [0, 7]).logits
         for runner, cache in zip((target, plain), caches, strict=True)
     )
-    assert got is not None
-    assert want is not None
     assert (got - want).norm() <= (0.1 if target.decoder.dtype != torch.float32 else 1e-4) * want.norm()
 
 

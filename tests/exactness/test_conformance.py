@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft import LLM
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import AutoregressiveDrafter, ModelFreeDrafter
@@ -49,30 +50,31 @@ CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
 
 @dataclass(frozen=True)
 class World:
-    """What a drafter runs in: tables, or the weights and the copy of a real target."""
+    """What a drafter runs in: tables, or a real target of few words with what is loaded beside it."""
 
-    loaded: tuple[str, str | None, str | None] | None = None  # arguments of `coded.tiny`; None for tables
+    load: partial[LLM] | None = None  # None for tables
     stepwise: bool = False  # a draft's steps are single, because the policy looks at each
 
     def __str__(self) -> str:
-        return "-".join([*map(str, self.loaded or ["tables"]), "stepwise" if self.stepwise else "whole"])
+        loaded = ["tables"] if self.load is None else self.load.args
+        return "-".join([*map(str, loaded), "stepwise" if self.stepwise else "whole"])
 
     def policy(self, budget: int) -> Policy:
         return StopUnsure(budget, least=0.0) if self.stepwise else Fixed(budget)
 
     def engine(self) -> ForkingEngine:
-        if self.loaded is None:
+        if self.load is None:
             return make_engine(TARGET, DRAFT, self.policy(GAMMA), rows=2)
-        return coded.fresh_engine(coded.tiny(*self.loaded), self.policy(GAMMA), rows=2)
+        return coded.fresh_engine(self.load(), self.policy(GAMMA))
 
 
 TABLES = World()
 WORLDS = [
-    World(("float32", "int4", None)),
-    World(("float32", "int8", "int4"), stepwise=True),
-    World(("bfloat16", "int4", None), stepwise=True),
-    World(("bfloat16", "int8", "int4")),
-    World(("bfloat16", None, "int8")),
+    World(partial(coded.tiny, "float32", "int4", None)),
+    World(partial(coded.tiny, "float32", "int8", "int4"), stepwise=True),
+    World(partial(coded.tiny, "bfloat16", "int4", None), stepwise=True),
+    World(partial(coded.tiny, "bfloat16", "int8", "int4")),
+    World(partial(coded.tiny, "bfloat16", None, "int8")),
 ]
 NEEDS_KERNELS = pytest.mark.skipif(library() is None, reason="no kernels")
 in_every_world = pytest.mark.parametrize(

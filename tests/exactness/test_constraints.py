@@ -16,14 +16,14 @@ from torch import Tensor
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
+from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import RoundTrace
 from tests.exactness.test_enumeration import compare
-from tests.support.bans import Ban
-from tests.support.forking import Case, outputs_of
+from tests.support.bans import Ban, Thought
+from tests.support.forking import Case, Found, outputs_of
 from tests.support.harness import DRAFTERS, make_engine, request, run
 from tests.support.parts import NoRepeat
 from tests.support.tabular import Table
-from tests.support.thinking import Thought
 
 V = 5
 LENGTH = {"mask": 3, "rollback": 2}  # a rollback multiplies the branches
@@ -53,25 +53,33 @@ reproducible = pytest.mark.parametrize(
 )
 
 
-def ban_of(name: str, mode: str) -> Ban:
-    return Ban(**{**BANS[name].__dict__, **MODES[mode], "last": LENGTH[mode]})
+def ban_of(name: str, mode: str, **more: Any) -> Ban:
+    return replace(BANS[name], **{**MODES[mode], **more})
+
+
+def check_cases(
+    rule: Ban | Thought, world: Any, length: int, transforms: dict[str, Any], drafters: tuple[str | None, ...]
+) -> list[Found]:
+    """Compare with the law of a rule's definition: all drafters without a transform, one under any."""
+    cases = [
+        Case(
+            f"{name}, {drafter}",
+            SamplingParams(max_new_tokens=length, acceptance="speculative", **options),
+            drafters=(drafter,) if drafter else (),
+            eos=rule.ends,
+            constraint=rule.shipped,
+        )
+        for name, options in transforms.items()
+        for drafter in (drafters if name == "as it is" else ("draft-model",))
+    ]
+    found = outputs_of(lambda noise: make_engine(*world, Fixed(3), rows=48, noise=noise), cases)
+    compare(cases, found, world[0].after, rule.defined)
+    return found
 
 
 def check_law(name: str, mode: str, transforms: Iterable[str] = TRANSFORMS) -> None:
-    ban = ban_of(name, mode)
-    cases = [
-        Case(
-            f"{transform}, {drafter}",
-            SamplingParams(max_new_tokens=LENGTH[mode], acceptance="speculative", **TRANSFORMS[transform]),
-            drafters=(drafter,) if drafter else (),
-            eos=ban.ends,
-            constraint=ban.shipped,
-        )
-        for transform in transforms
-        for drafter in ((None, "draft-model", "script", "aux-states") if transform == "as it is" else ("draft-model",))
-    ]  # fmt: skip
-    found = outputs_of(lambda noise: make_engine(*WORLD, Fixed(3), rows=48, noise=noise), cases)
-    compare(cases, found, WORLD[0].after, ban.defined)
+    ban, several = ban_of(name, mode, last=LENGTH[mode]), {each: TRANSFORMS[each] for each in transforms}
+    check_cases(ban, WORLD, LENGTH[mode], several, (None, "draft-model", "script", "aux-states"))
 
 
 @pytest.mark.heavy
@@ -81,26 +89,32 @@ def test_the_output_has_the_distribution_of_the_definition(name: str, mode: str)
     check_law(name, mode)
 
 
+def requests_under(
+    rule: Ban | Thought, drafter: str | None, count: int = 6, **options: Any
+) -> list[Sequence]:
+    return [
+        request((0, 1 + seed % 3), drafter, seed=seed, eos=rule.ends, constraint=rule.shipped(), **options)
+        for seed in range(count)
+    ]
+
+
+def checked_texts(rule: Ban | Thought, world: Any, **options: Any) -> list[list[int]]:
+    """Check that texts under every drafter are those of plain decoding, and return them."""
+    plain, *drafted = (
+        run(make_engine(*world, Fixed(3)), requests_under(rule, drafter, **options)) for drafter in DRAFTERS
+    )
+    assert [name for name, texts in zip(DRAFTERS[1:], drafted, strict=True) if texts != plain] == []
+    return plain
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BANS)
 @reproducible
 def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[str, Any]) -> None:
-    ban = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12})
-
-    def texts(drafter: str | None) -> list[list[int]]:
-        sequences = [
-            request((0, 1 + seed % 3), drafter, seed=seed, eos=ban.ends, constraint=ban.shipped(), max_new_tokens=12, **options)
-            for seed in range(6)
-        ]  # fmt: skip
-        return run(make_engine(*WORLD, Fixed(3)), sequences)
-
-    plain = texts(None)
-    for drafter in DRAFTERS[1:]:
-        assert texts(drafter) == plain, drafter
-    if name != "from the prompt on":
-        for tokens in plain:
-            assert not ban.matches(tokens)
+    ban = ban_of(name, mode, rollbacks=20, last=12)
+    plain = checked_texts(ban, WORLD, max_new_tokens=12, **options)
+    assert name == "from the prompt on" or not any(map(ban.matches, plain))
 
 
 def test_what_is_settled_stays_while_the_batch_changes() -> None:
@@ -158,7 +172,7 @@ FAULTS = {"sound": None, "NaN": float("nan"), "no allowed logit": float("-inf")}
 def test_fused_drafts_are_those_of_the_loop(name: str, mode: str, temperatures: Any, fault: str) -> None:
     constraint: Callable[[], Constraint] = partial(Alternating, V)
     if name in BANS:
-        constraint = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12}).shipped
+        constraint = ban_of(name, mode, rollbacks=20, last=12).shipped
 
     def rounds(drafter: str) -> list[RoundTrace]:
         sequences = [
@@ -218,36 +232,16 @@ SHORT = {name: 4 if thought.begun else 5 for name, thought in THOUGHTS.items()}
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thinking_and_content_have_the_distribution_of_the_definition(name: str) -> None:
-    thought, length = replace(THOUGHTS[name]), SHORT[name]
-    options = {"top_k": 2, "logit_bias": LIKELY, "max_new_tokens": length, "acceptance": "speculative"}
-    more: dict[str, Any] = {"eos": thought.ends, "constraint": thought.shipped}
-    cases = [
-        Case(str(drafters), SamplingParams(**options), drafters=drafters, **more)
-        for drafters in ((), ("draft-model",), ("script",))
-    ]
-    found = outputs_of(lambda noise: make_engine(*THINKER, Fixed(3), rows=48, noise=noise), cases)
+    thought, transforms = replace(THOUGHTS[name]), {"as it is": {"top_k": 2, "logit_bias": LIKELY}}
+    found = check_cases(thought, THINKER, SHORT[name], transforms, (None, "draft-model", "script"))
     assert any(thought.content_of(list(output)) for output in found[0].distribution), "no text has a content"
-    compare(cases, found, THINKER[0].after, thought.defined)
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
 @reproducible
 def test_thinking_and_content_are_those_of_plain_decoding(name: str, options: dict[str, Any]) -> None:
     thought = THOUGHTS[name]
-
-    def texts(drafter: str | None) -> list[list[int]]:
-        sequences = [
-            request(
-                (0, 1 + seed % 3), drafter, seed=seed, eos=thought.ends, constraint=thought.shipped(),
-                max_new_tokens=16, logit_bias=LIKELY, **options,
-            )
-            for seed in range(6)
-        ]  # fmt: skip
-        return run(make_engine(*THINKER, Fixed(3)), sequences)
-
-    plain = texts(None)
-    for drafter in DRAFTERS[1:]:
-        assert texts(drafter) == plain, drafter
+    plain = checked_texts(thought, THINKER, max_new_tokens=16, logit_bias=LIKELY, **options)
     assert all(thought.is_legal(tokens) for tokens in plain)
 
 
@@ -276,13 +270,8 @@ def test_a_rewound_constraint_is_that_of_the_text_that_is_left(name: str, seed: 
 
 def test_drafts_go_on_in_the_thinking_and_in_the_content() -> None:
     """With a draft model that is the target, every round keeps its whole draft, across the marker, too."""
-    sequences = [
-        request(
-            (0, 1), "draft-model", seed=seed, eos=BEGUN.ends, constraint=BEGUN.shipped(), max_new_tokens=40,
-            logit_bias=LIKELY, acceptance="speculative",
-        )
-        for seed in range(8)
-    ]  # fmt: skip
+    options: Any = {"max_new_tokens": 40, "logit_bias": LIKELY, "acceptance": "speculative"}
+    sequences = requests_under(BEGUN, "draft-model", 8, **options)
     run(make_engine(THINKER[0], THINKER[0], Fixed(3)), sequences)
     assert any(BEGUN.content_of(sequence.new_ids) for sequence in sequences), "no thinking ended"
     for sequence in sequences:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -44,11 +47,6 @@ def test_the_text_is_a_function_of_the_seed(drafter: str, policy: object, alone:
     assert any(turn.accepted for s in wishes for turn in s.rounds)
 
 
-def test_greedy_drafts_do_not_change_the_text(alone: list[list[int]]) -> None:
-    engine = make_engine(TARGET, DRAFT, Fixed(3), greedy_drafts=True)
-    assert run(engine, requests("draft-model")) == alone
-
-
 @pytest.mark.parametrize("drafter", ["draft-model", "looping"])
 def test_drafts_of_the_target_itself_are_never_rejected(drafter: str) -> None:
     """Beside rows of the other rule, too, which draft by noise of their own."""
@@ -58,6 +56,22 @@ def test_drafts_of_the_target_itself_are_never_rejected(drafter: str) -> None:
     run(engine, [s for pair in zip(wishes, others, strict=True) for s in pair])
     assert all(turn.accepted == turn.drafted for s in wishes for turn in s.rounds)
     assert all(s.rounds[0].drafted == 3 for s in wishes)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"acceptance": "speculative"}, {"acceptance": "block"}, {"acceptance": "bild", "rollback": 1.0}]
+)
+def test_rows_of_another_rule_do_not_change_the_text(rule: dict[str, Any], alone: list[list[int]]) -> None:
+    drafters = ("draft-model", "looping", "aux-states", "layer-skip", "early-exit", "low-bit")
+    wishes = requests("draft-model")
+    others = [
+        request((1, 2), drafter, max_new_tokens=8, temperature=t, **rule)
+        for drafter in drafters
+        for t in (0, 1)
+    ]
+    mixed = [s for pair in itertools.zip_longest(wishes, others) for s in pair if s]
+    run(make_engine(TARGET, DRAFT, Fixed(3, siblings=4), rows=6), mixed)
+    assert [s.new_ids for s in wishes] == alone
 
 
 def test_choices_each_have_their_own_text() -> None:

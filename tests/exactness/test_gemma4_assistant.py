@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,21 @@ import transformers
 from torch import Tensor
 
 import foredraft
-from foredraft import SamplingParams
+from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
-from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.drafters import gemma4_assistant
 from foredraft.drafters.gemma4_assistant import Assistant, Gemma4Assistant
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.kernels.compilation import library
 from foredraft.model import attention
 from tests.exactness import test_conformance as conformance
-from tests.exactness.test_bits import accepted_of, assert_same, plain_ids
-from tests.exactness.test_enumeration import case, check_law
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import accepted_of
+from tests.exactness.matrix import test_the_exact_distribution as test_the_exact_distribution
 from tests.parity.test_heads import Recorder
-from tests.support import assistants
+from tests.support import assistants, coded
 from tests.support.assistants import CENTROIDS, WORDS
 from tests.support.checkpoints import save_checkpoint
-from tests.support.harness import ForkingEngine, request
-from tests.support.loaded import engine_of
 from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by
 from tests.support.mutations import Function, around, before, holding, instead
 
@@ -72,8 +70,7 @@ class Reference:
                 shared_kv_states=dict(shared),
             )
             state = out.last_hidden_state
-        logits: Tensor = out.logits[0, 0]
-        return logits
+        return out.logits[0, 0]
 
 
 def check_q(kind: str, by: str, centroids: bool) -> None:
@@ -81,7 +78,7 @@ def check_q(kind: str, by: str, centroids: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = assistants.load(Path(folder), kind, "float32", by, **(CENTROIDS if centroids else {}))
         reference = Reference(kind, Path(folder) / "target", centroids)
-    engine_of(llm).policy = Fixed(3)
+    llm.loaded.engine.policy = Fixed(3)
     record = Recorder(llm)
     params = SamplingParams(seed=1, acceptance="speculative", max_new_tokens=16, ignore_eos=True)
     accepted, drafted = accepted_of(llm.generate(PROMPTS[1:7], params))
@@ -110,47 +107,30 @@ def test_q_is_that_of_transformers(by: str, centroids: bool) -> None:
     check_q("shared", by, centroids)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("kind", "by", "dtype"),
-    [
-        ("shared", "operators", "float32"),
-        pytest.param("shared", "kernels", "bfloat16", marks=NEEDS_KERNELS),
-        pytest.param("unified", "kernels", "float32", marks=NEEDS_KERNELS),
-    ],
-)
-def test_greedy_ids_in_a_batch_and_alone(kind: str, by: str, dtype: str) -> None:
-    llm = assistants.tiny(kind, dtype, by)
-    plain = plain_ids(llm, PROMPTS, GREEDY)
-    for policy in (Fixed(4), Heuristic(6)):
-        engine_of(llm).policy = policy
-        outputs = llm.generate(PROMPTS, replace(GREEDY, drafter=NAME))
-        assert [output.token_ids for output in outputs] == plain
-        accepted, drafted = accepted_of(outputs)
-        assert 0.02 < accepted / drafted < 0.95
-    for prompt, want in zip(PROMPTS, plain, strict=True):
-        assert_same(llm, [NAME], [want], [prompt], GREEDY)
+LOADED = [
+    ("shared", "float32", "operators"),
+    pytest.param(("shared", "bfloat16", "kernels"), marks=NEEDS_KERNELS),
+    pytest.param(("unified", "float32", "kernels"), marks=NEEDS_KERNELS),
+]
+KINDS = (NAME, "lookup", "none")
+POLICIES = [Fixed(4), Heuristic(6)]
+LAWS = [
+    (functools.partial(assistants.tiny, "shared", "float32", "operators", True), "cold top-k"),
+    pytest.param(
+        (functools.partial(assistants.tiny, "unified", "float32", "kernels"), "as it is"), marks=NEEDS_KERNELS
+    ),
+]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("kind", "by", "centroids", "transform"),
-    [
-        ("shared", "operators", True, "cold top-k"),
-        pytest.param("unified", "kernels", False, "as it is", marks=NEEDS_KERNELS),
-    ],
-    ids=["shared", "unified"],
-)
-def test_the_exact_distribution(kind: str, by: str, centroids: bool, transform: str) -> None:
-    made = assistants.tiny(kind, "float32", by, centroids)
-    engine = functools.partial(assistants.fresh_engine, made)
-    check_law(engine, case(transform, NAME, prompt=(3, 1, 2)), assistants.after(made))
+@pytest.fixture(scope="module", params=LOADED, ids="-".join)
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return assistants.tiny(*request.param)
 
 
 def test_a_text_of_one_token_is_drafted_for_uniformly() -> None:
     """There is no position before it to attend to."""
     llm = assistants.tiny("shared", "float32", "operators")
-    engine: Any = assistants.fresh_engine(llm, Fixed(2))
+    engine: Any = coded.fresh_engine(llm, Fixed(2))
     engine.cache.wipe(0, 0)
     for plane in engine.cache.planes:
         plane.fill_(3.0)  # of an earlier text
@@ -159,42 +139,20 @@ def test_a_text_of_one_token_is_drafted_for_uniformly() -> None:
     assert sequence.tokens == [2] and bool((logits == 0).all())
 
 
-@dataclass(frozen=True)
-class AssistantWorld(conformance.World):
-    kind: str = "shared"
-    by: str = "operators"
-
-    def engine(self) -> ForkingEngine:
-        return assistants.fresh_engine(assistants.tiny(self.kind, "float32", self.by), self.policy(3))
-
-
+UNIFIED, SHARED = (
+    functools.partial(assistants.tiny, kind, "float32", "operators") for kind in ("unified", "shared")
+)
+BY_KERNELS = functools.partial(assistants.tiny, "shared", "float32", "kernels")
 WORLDS = [
-    AssistantWorld(kind="unified", by="operators"),
-    pytest.param(AssistantWorld(stepwise=True, kind="shared", by="kernels"), marks=NEEDS_KERNELS),
-]
+    conformance.World(UNIFIED), pytest.param(conformance.World(BY_KERNELS, stepwise=True), marks=NEEDS_KERNELS),
+]  # fmt: skip
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world.kind}-{world.by}")
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_rewound_assistant_equals_a_fresh_one(world: conformance.World) -> None:
     conformance.test_a_rewound_drafter_equals_a_fresh_one(world, NAME)
     conformance.test_a_rejection_at_every_place_leaves_no_trace(world, NAME)
-
-
-def test_a_prompt_that_is_not_read_again_is_drafted_for_as_well() -> None:
-    """The target's states of a kept prefix, and of a choice's prompt, are copied with its keys and values."""
-    llm = assistants.tiny("unified", "float32", "operators")
-    engine: Any = assistants.fresh_engine(llm, Fixed(3), rows=3)
-    engine.prefix_cache = PrefixCache(2**24)
-    drafter, chunk = engine.drafters[NAME], engine.target.chunk
-    assert chunk > assistants.POSITIONS, "a chunk does not fit: the prefix is tested over a longer cache"
-    for sample in range(2):
-        engine.submit(request(PROMPTS[6], NAME, seed=1, group=7, sample=sample, max_new_tokens=4))
-    while not engine.scheduler.idle:
-        engine.step()
-        for sequence in engine.rows.sequences:
-            if sequence.decoding:
-                assert drafter.states.lengths[sequence.row] == len(sequence.tokens) - 1
 
 
 @pytest.mark.parametrize(
@@ -228,8 +186,8 @@ def test_an_assistant_is_no_model_and_a_model_no_assistant(tmp_path: Path) -> No
 def test_the_option_draft_finds_the_assistant(tmp_path: Path) -> None:
     llm = assistants.load(tmp_path, "shared", "float32", "operators")
     assert llm.default_drafter == NAME
-    assert {"lookup", NAME} <= set(engine_of(llm).drafters)
-    assert "draft-model" not in engine_of(llm).drafters
+    assert {"lookup", NAME} <= set(llm.loaded.engine.drafters)
+    assert "draft-model" not in llm.loaded.engine.drafters
 
 
 @around
@@ -290,9 +248,7 @@ DEFECTS = {
         ),
         ("keys and values of the first layers", gemma4_assistant.producers, the_first_producers),
     ],
-    functools.partial(
-        test_a_rewound_assistant_equals_a_fresh_one, AssistantWorld(kind="shared", by="operators")
-    ): [
+    functools.partial(test_a_rewound_assistant_equals_a_fresh_one, conformance.World(SHARED)): [
         ("states one position early", Gemma4Assistant.observe, conformance.states_of_the_position_before),
         (
             "a draft that never ends",

@@ -378,22 +378,6 @@ def test_cancelling_keeps_the_text_and_is_final() -> None:
     assert [s.finish for s in rest] == [Finish.LENGTH] * len(rest), "the end is the end"
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_constraints_keep_the_output(policy: Policy) -> None:
-    """A run of the text itself is banned: found late, taken back, and the text goes another way."""
-    for prompt in PROMPTS[:2]:
-        free = reference(prompt)
-        runs = [tuple(free[i : i + n]) for i, n in ((0, 3), (2, 4), (5, 2))]
-        for make in [lambda: NoRepeat(V), *[lambda r=r: LateBan(V, r) for r in runs]]:
-            want = reference(prompt, 12, constraint=make())
-            sequences = [greedy(prompt, d, constraint=make(), max_new_tokens=12) for d in DRAFTERS]
-            engine = make_engine(TARGET, DRAFT, policy, rows=4)
-            assert run(engine, sequences) == [want] * len(DRAFTERS)
-            for s in sequences:
-                assert sum(turn.emitted for turn in s.rounds) == len(s.new_ids) == len(s.origins)
-
-
 def test_a_rollback_across_three_rounds() -> None:
     for drafter in DRAFTERS:
         free = reference((0,), 12)

@@ -12,24 +12,31 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.decode import policy as policies
-from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters import states
 from foredraft.drafters.kangaroo import Kangaroo, load_adapter, read_adapter
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.plan_files import Skips
 from foredraft.model.runner import Resume
-from tests.exactness import test_bits as bits
-from tests.exactness.head_checks import check_caches, check_fused_drafts, check_seeds, rows_of
-from tests.exactness.test_bits import PROMPTS, VOCABULARY, Ids
-from tests.exactness.test_layer_skip import BY, WORLDS, in_turn
+from tests.exactness import matrix as bits
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import (
+    PROMPTS,
+    Ids,
+    NowAndThen,
+    check_caches,
+    check_fused_drafts,
+    check_nan_weights,
+    in_turn,
+    rows_of,
+)
+from tests.exactness.test_layer_skip import BY, WORLDS
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import FAMILIES, reference_model
-from tests.support.loaded import engine_of
-from tests.support.nan_weights import check_nan_weights
+from tests.support.coded import LOADED, VOCABULARY, loading_by
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -41,13 +48,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "early": {"noise": 0.5, "depth": 1},
     "half": {"noise": 0.1, "vocabulary": HALF},
 }
-POLICIES = (
+KINDS = (*ADAPTERS, "exit", "lookup", "none")
+POLICIES = [
     Fixed(4),
     Heuristic(7),
     policies.Confidence(6, threshold=0.3),
     policies.AdaptiveExit(6, target=0.5, first=0.3, epsilon=0.05, beta1=0.5, beta2=0.9),
     policies.Fallback(6, threshold=0.2),
-)
+]
 
 
 def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
@@ -56,21 +64,22 @@ def load(folder: Path, family: str, dtype: str, by: str, **more: Any) -> LLM:
     model.save_pretrained(folder / "target")
     for name, options in ADAPTERS.items():
         save_adapter(folder / "target", folder / name, **options)
-    with bits.loading_by(by):
+    with loading_by(by):
         own: Any = {"drafter": "kangaroo", "adapter": folder / "perfect"}
-        llm = foredraft.load(folder / "target", dtype=dtype, **own, **bits.LOADED)
-    engine: Any = engine_of(llm)
+        llm = foredraft.load(folder / "target", dtype=dtype, **own, **LOADED)
+    engine: Any = llm.loaded.engine
     assert engine.target.by_kernels == (by == "kernels")
     for name in ADAPTERS:
         adapter = load_adapter(folder / name, read_adapter(folder / name), engine.target)
         add(llm, Kangaroo(engine.target, engine.cache, adapter), name)
+    add(llm, LayerSkip(engine.target, engine.cache, Skips(exit=2)), "exit")
     return llm
 
 
 def add(llm: LLM, drafter: Any, name: str) -> None:
     drafter.name = name
-    engine_of(llm).drafters[name] = drafter
-    engine_of(llm).rows.caches = list(dict.fromkeys([*engine_of(llm).rows.caches, *drafter.caches]))
+    llm.loaded.engine.drafters[name] = drafter
+    llm.loaded.engine.rows.caches = list(dict.fromkeys([*llm.loaded.engine.rows.caches, *drafter.caches]))
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="-".join)
@@ -79,21 +88,9 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_greedy_ids_in_a_batch_of_all_adapters_and_alone(llm: LLM, plain: Ids, policy: Policy) -> None:
-    add(llm, LayerSkip(llm.loaded.runner, engine_of(llm).cache, Skips(exit=2)), "exit")  # type: ignore[arg-type]
-    engine_of(llm).policy = policy
-    others = [] if policy.stops_by_content else ["lookup"]
-    kinds = in_turn([*ADAPTERS, "exit", *others, "none"], POLICIES.index(policy))
-    bits.assert_same(llm, kinds, plain, params=GREEDY)
-    for name in ("good", "half"):
-        bits.assert_same(llm, [name], plain[4:5], PROMPTS[4:5], GREEDY)
-
-
-@pytest.mark.heavy
 def test_greedy_ids_under_the_cost_model(llm: LLM, plain: Ids) -> None:
-    engine_of(llm).policy = auto = Auto(6)
-    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in engine_of(llm).drafters}
+    llm.loaded.engine.policy = auto = Auto(6)
+    steps = {name: {1: (0.1, 0.1), ROWS: (0.1, 0.1)} for name in llm.loaded.engine.drafters}
     auto.use(CostTable({1: {1: 1.0, 7: 1.1}, ROWS: {ROWS: 1.0, 7 * ROWS: 1.1}}, steps, {}))
     bits.assert_same(llm, ["auto"] * len(PROMPTS), plain, params=GREEDY)
 
@@ -110,7 +107,7 @@ def test_greedy_ids_under_the_cost_model(llm: LLM, plain: Ids) -> None:
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)
     want = bits.plain_ids(llm, params=GREEDY)
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     bits.assert_same(llm, in_turn(ADAPTERS, 2), want, params=GREEDY)
     if llm.loaded.spec.windows[-1] is None:  # an adapter has no window
         for output in llm.generate(PROMPTS[:5], replace(GREEDY, drafter="perfect")):
@@ -123,14 +120,9 @@ def test_fused_drafts_are_those_of_single_steps(family: str, name: str, tmp_path
     check_fused_drafts(load(tmp_path, family, "float32", "kernels"), name, PROMPTS[:4])
 
 
-@pytest.mark.parametrize("name", ["good", "half"])
-def test_a_seed_gives_the_text_of_plain_decoding(llm: LLM, name: str) -> None:
-    check_seeds(llm, name, PROMPTS, NEW // 2)
-
-
 def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
     """No verifying pass runs the first layers on what a step read, nor on anything committed."""
-    engine_of(llm).policy = Fixed(3)
+    llm.loaded.engine.policy = Fixed(3)
     seen: list[tuple[Resume | None, list[int]]] = []
     forward = llm.loaded.runner.forward
 
@@ -151,42 +143,23 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM) -> None:
 @pytest.mark.parametrize("name", ["good", "early", "attention"])
 @pytest.mark.parametrize("policy", [Fixed(1), Fixed(4)], ids=["1", "4"])
 def test_the_adapters_cache_is_that_of_a_fresh_prefill(llm: LLM, name: str, policy: Fixed) -> None:
-    if engine_of(llm).cache.dtype == torch.bfloat16:
+    if llm.loaded.engine.cache.dtype == torch.bfloat16:
         pytest.skip("compared in float32")
     check_caches(llm, name, policy, [PROMPTS[1], PROMPTS[4], PROMPTS[7]], NEW)
-
-
-WAITING = 64  # states that wait, at most: so few that texts here pass it more than once
-
-
-@pytest.fixture(autouse=True)
-def few_states_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "MAX_WAITING", WAITING)
-
-
-class NowAndThen(Fixed):
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft if len(sequence.tokens) % (WAITING + 9) < 3 else 0
 
 
 @pytest.mark.parametrize("by", BY)
 def test_plain_steps_and_prompts_are_read_from_the_targets_states(by: str, tmp_path: Path) -> None:
     """A perfect adapter drafts perfectly whenever it is asked, so it lacks nothing."""
     llm = load(tmp_path, "llama", "float32", by)
-    engine_of(llm).policy = NowAndThen(4)
+    llm.loaded.engine.policy = NowAndThen(4)
     params = replace(GREEDY, drafter="perfect", max_new_tokens=190)
     for output in llm.generate([PROMPTS[4], PROMPTS[6], PROMPTS[2]], params):
         assert output.stats.accepted == output.stats.drafted >= 8
 
 
-def test_choices_share_the_prompts_states(llm: LLM) -> None:
-    engine_of(llm).policy = Fixed(4)
-    for output in llm.generate([PROMPTS[4]], replace(GREEDY, drafter="perfect"), n=4):
-        assert output.stats.accepted == output.stats.drafted > 0
-
-
 def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: Ids) -> None:
-    engine = engine_of(llm)
+    engine = llm.loaded.engine
     engine.policy = NowAndThen(4)
     params = replace(GREEDY, drafter="perfect", max_new_tokens=230)
     paused = Sequence(-1, PROMPTS[4], params, 0, drafters=("perfect",))
@@ -212,8 +185,8 @@ def test_a_parked_row_comes_back_with_all_that_was_read(llm: LLM, plain: Ids) ->
 
 def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
     """A beginning that was kept without it is read again; then it is there."""
-    engine_of(llm).policy = Fixed(4)
-    engine_of(llm).prefix_cache = cache = PrefixCache(2**30)
+    llm.loaded.engine.policy = Fixed(4)
+    llm.loaded.engine.prefix_cache = cache = PrefixCache(2**30)
     try:
         prompt = PROMPTS[7]
         hits = []
@@ -224,11 +197,11 @@ def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
             assert output.stats.accepted == output.stats.drafted
         assert hits == [0, 0, 256, 256]
     finally:
-        engine_of(llm).prefix_cache = None
+        llm.loaded.engine.prefix_cache = None
 
 
 def test_a_bans_rollback_takes_back_the_adapters_part(llm: LLM, plain: Ids) -> None:
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     engine.policy = Fixed(3)
     for length in (1, 5, 11):
         for sequence in bits.steps_of(llm, PROMPTS[4], "perfect", 20):
@@ -244,6 +217,6 @@ def test_a_bans_rollback_takes_back_the_adapters_part(llm: LLM, plain: Ids) -> N
 
 
 def test_an_adapter_of_nan_leaves_the_text_as_it_is(llm: LLM, plain: Ids) -> None:
-    drafter: Any = engine_of(llm).drafters["early"]
+    drafter: Any = llm.loaded.engine.drafters["early"]
     params = replace(GREEDY, drafter="early")
     check_nan_weights(llm, drafter.adapter.norm.weight, params, PROMPTS[2:4], plain[2:4])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle, islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from foredraft.drafters.plan_files import Skips
 from foredraft.model.runner import Resume
 from foredraft.model.spec import ModelSpec
 from foredraft.tune.run import _check_layers as check_layers
-from tests.exactness import test_bits as bits
-from tests.exactness.test_bits import PROMPTS, VOCABULARY, Ids
+from tests.exactness import matrix as bits
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import PROMPTS, Ids
 from tests.parity.test_heads import Recorder
 from tests.support import assistants
 from tests.support.checkpoints import FAMILIES, layers_of, reference_model
-from tests.support.loaded import engine_of
+from tests.support.coded import LOADED, VOCABULARY, loading_by
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import around
 
@@ -52,14 +52,14 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     """A model with one drafter for every plan, and a lookup."""
     model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     model.save_pretrained(folder)
-    with bits.loading_by(by):
-        llm = foredraft.load(folder, plan="skip:none", dtype=dtype, **bits.LOADED)
+    with loading_by(by):
+        llm = foredraft.load(folder, plan="skip:none", dtype=dtype, **LOADED)
     runner: Any = llm.loaded.runner
     assert runner.by_kernels == (by == "kernels")
     for name, skips in skips_of(llm.loaded.spec.layers).items():
-        drafter = LayerSkip(runner, engine_of(llm).cache, skips)
+        drafter = LayerSkip(runner, llm.loaded.engine.cache, skips)
         drafter.name = name
-        engine_of(llm).drafters[name] = drafter
+        llm.loaded.engine.drafters[name] = drafter
     return llm
 
 
@@ -70,26 +70,21 @@ WORLDS = [
 ]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="-".join)
+OTHERS = [
+    pytest.param((family, "float32", by), marks=[pytest.mark.slow] * (by == "operators"))
+    for family, by in product([name for name in FAMILIES if name not in ("llama", "gemma2")], BY)
+]
+
+
+@pytest.fixture(scope="module", params=[*WORLDS, *OTHERS], ids="-".join)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return load(tmp_path_factory.mktemp("model"), *request.param)
 
 
 PLANS = tuple(skips_of(3))
-
-
-def in_turn(kinds: Iterable[str], shift: int) -> list[str]:
-    return list(islice(cycle(kinds), shift, shift + len(PROMPTS)))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_plans_and_alone(llm: LLM, plain: Ids, gamma: int) -> None:
-    engine_of(llm).policy = Fixed(gamma)
-    bits.assert_same(llm, in_turn([*PLANS, "lookup", "none"], gamma), plain, params=GREEDY)
-    engine_of(llm).policy = Heuristic(gamma)
-    for name in PLANS[gamma % 3 :: 3]:
-        bits.assert_same(llm, [name], plain[4:5], PROMPTS[4:5], GREEDY)
+KINDS = (*PLANS, "lookup", "none")
+POLICIES = [Fixed(1), Fixed(4), Fixed(7), *(Heuristic(n) for n in (1, 4, 7))]
+WAYS = ("padded", "gathered", "recorded")
 
 
 @pytest.mark.heavy
@@ -100,40 +95,29 @@ def test_any_layers_may_be_skipped(llm: LLM, plain: Ids, data: st.DataObject) ->
     layers = st.sets(st.integers(0, last)).map(lambda found: tuple(sorted(found)))
     skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, last))
     runner = llm.loaded.runner
-    engine_of(llm).drafters["layer-skip"] = LayerSkip(runner, engine_of(llm).cache, data.draw(skips))
-    engine_of(llm).policy = Fixed(data.draw(st.integers(1, 7)))
+    llm.loaded.engine.drafters["layer-skip"] = LayerSkip(runner, llm.loaded.engine.cache, data.draw(skips))
+    llm.loaded.engine.policy = Fixed(data.draw(st.integers(1, 7)))
     params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
     outputs = llm.generate(PROMPTS[1:5], params)
     assert [output.token_ids for output in outputs] == [ids[:16] for ids in plain[1:5]]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("way", ["gathered", "recorded"])
-def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: Ids, way: str) -> None:
-    if llm.loaded.runner.by_kernels:
-        pytest.skip("the kernels have one way")
-    engine_of(llm).policy = Fixed(4)
-    with bits.computed(way, llm.loaded.runner):
-        for shift in (0, 3):
-            bits.assert_same(llm, in_turn(PLANS, shift), plain, params=GREEDY)
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
-    engine_of(llm).policy = Fixed(5)
+    llm.loaded.engine.policy = Fixed(5)
     rounds = bits.check_cache(llm, name, PROMPTS[4], NEW).rounds
     assert name == "nothing" or any(turn.accepted < turn.drafted for turn in rounds)
 
 
 def test_drafts_of_a_plan_that_skips_nothing_are_accepted_whole(llm: LLM) -> None:
-    engine_of(llm).policy = Fixed(4)
+    llm.loaded.engine.policy = Fixed(4)
     for output in llm.generate(PROMPTS, replace(GREEDY, drafter="nothing")):
         assert output.stats.accepted == output.stats.drafted > 0
 
 
 def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pending token and all drafted ones but the last are known, of the rows that exit early."""
-    engine_of(llm).policy = Fixed(3)
+    llm.loaded.engine.policy = Fixed(3)
     seen: list[Resume | None] = []
     forward = llm.loaded.runner.forward
 
@@ -150,22 +134,13 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch
     assert sum(resume.known[0] for resume in resumes) == outputs[0].stats.drafted
 
 
-@pytest.mark.parametrize("by", [pytest.param("operators", marks=pytest.mark.slow), "kernels"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma2")])
-def test_every_family(family: str, by: str, tmp_path: Path) -> None:
-    llm = load(tmp_path, family, "float32", by)
-    want = bits.plain_ids(llm, params=GREEDY)
-    engine_of(llm).policy = Fixed(4)
-    bits.assert_same(llm, in_turn(PLANS, 3), want, params=GREEDY)
-
-
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: str, tmp_path: Path) -> None:
     """The shorter model is that of transformers without the layers from the exit on."""
     model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     llm = load(tmp_path, family, "float32", by)
-    engine, last = engine_of(llm), llm.loaded.spec.layers - 1
+    engine, last = llm.loaded.engine, llm.loaded.spec.layers - 1
     engine.policy = Fixed(4)
     engine.drafters["layer-skip"] = LayerSkip(llm.loaded.runner, engine.cache, Skips(exit=last))
     record = Recorder(llm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.exactness.test_enumeration import assert_law, compare
 from tests.exactness.test_enumeration import case as lossless_case
 from tests.support import distributions
 from tests.support.forking import Case, outputs_of
-from tests.support.harness import make_engine, request, run
+from tests.support.harness import make_engine
 from tests.support.tabular import Table
 
 V = 3
@@ -114,19 +113,6 @@ def test_the_published_pair_of_rule_and_fallback_policy(transform: str) -> None:
 def test_rows_of_every_rule_share_a_batch() -> None:
     lossless = [lossless_case(transform, "draft-model") for transform in ("as it is", "greedy", "top-k")]
     assert_defined([case(t, b) for t in ("as it is", "greedy", "top-k") for b in (0.4, 1.1)], 2, *lossless)
-
-
-def test_a_seeded_row_keeps_its_text_beside_lossy_rows() -> None:
-    def text(others: list[Any], policy: Callable[[], Any]) -> list[int]:
-        wish = request((0, 1), "draft-model", seed=5, acceptance="coupled", max_new_tokens=12)
-        run(make_engine(TARGET, DRAFT, policy()), [wish, *others])
-        return wish.new_ids
-
-    lossy = [
-        request((0, 1), "draft-model", acceptance="bild", rollback=1.0, max_new_tokens=12, temperature=t)
-        for t in (0, 1)
-    ]
-    assert text(lossy, lambda: Fixed(3)) == text([], lambda: Fixed(0))
 
 
 def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> None:

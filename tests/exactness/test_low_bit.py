@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,19 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation.codes import quantise
 from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.weights import weight_bytes
-from tests.exactness.test_bits import LOADED, PROMPTS, SEEDS, VOCABULARY, Ids, accepted_of, assert_same
+from tests.exactness.matrix import *  # noqa: F403
+from tests.exactness.matrix import PROMPTS, accepted_of
 from tests.support import assistants
 from tests.support.checkpoints import VARIANTS, reference_model, save_checkpoint
-from tests.support.loaded import engine_of
+from tests.support.coded import LOADED, SEEDS, VOCABULARY
 from tests.support.mutation import assert_caught, defect
-from tests.support.mutations import Function, argument, around
+from tests.support.mutations import Function, around
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 NEW = 40
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
-DRAFTERS = ("low-bit", "skipping", "eight", "lookup", "none", "layer-skip")
+KINDS = ("low-bit", "skipping", "eight", "layer-skip", "exit", "lookup", "none")
+POLICIES = [Fixed(n) for n in (1, 4, 7, 3, 2)]
 WHOLE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 FAMILIES = ("llama", "gemma2", "qwen3")
 GEMMA4 = "gemma4-shared"  # layers 1 and 3 have the keys that layers 4 to 6 read
@@ -60,7 +61,7 @@ def load(folder: Path, name: str, dtype: str, weights: str | None, **more: Any) 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     found = load(tmp_path_factory.mktemp("model"), *request.param)
-    engine: Any = engine_of(found)
+    engine: Any = found.loaded.engine
     skips = Skips((2, 4, 5), (0, 6)) if request.param[0] == GEMMA4 else Skips((1,), (0, 2))
     engine.drafters |= {
         "skipping": LowBit(low_bit_copy(engine.target, 4), engine.cache, skips),
@@ -73,26 +74,8 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
-@pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_greedy_ids_in_a_batch_of_all_drafters(llm: LLM, plain: Ids, gamma: int) -> None:
-    engine_of(llm).policy = Fixed(gamma)
-    assert_same(llm, list(islice(cycle(DRAFTERS), gamma, gamma + len(PROMPTS))), plain, params=GREEDY)
-    for kind in ("low-bit", "exit"):
-        assert_same(llm, [kind], plain[4:5], PROMPTS[4:5], GREEDY)
-
-
-def test_sampled_ids_are_those_of_plain_decoding(llm: LLM) -> None:
-    params = SamplingParams(temperature=1, seed=3, max_new_tokens=24, ignore_eos=True, acceptance="coupled")
-    engine_of(llm).policy = Fixed(4)
-    want, *others = (
-        [output.token_ids for output in llm.generate(PROMPTS, replace(params, drafter=drafter))]
-        for drafter in ("none", "low-bit", "skipping", "eight")
-    )
-    assert all(found == want for found in others)
-
-
 def check_agreement(llm: LLM) -> None:
-    engine: Any = engine_of(llm)
+    engine: Any = llm.loaded.engine
     engine.policy = Fixed(4)
     engine.drafters["eight"] = LowBit(low_bit_copy(engine.target, 8), engine.cache)
     engine.drafters["eight"].name = "eight"
@@ -131,20 +114,6 @@ def test_a_copy_without_a_part_is_caught(name: str, tmp_path: Path, monkeypatch:
     assert_caught(defect(what, Decoder.__init__, mutation, lambda: check_agreement(llm)), monkeypatch)
 
 
-early = argument(1, lambda inputs: replace(inputs, starts=[max(0, at - 1) for at in inputs.starts]))
-
-
-def test_a_copy_over_committed_keys_is_caught(llm: LLM, plain: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys then stay in place of the target's."""
-
-    def check() -> None:
-        engine_of(llm).policy = Fixed(4)
-        assert_same(llm, ["low-bit"] * len(PROMPTS), plain, params=GREEDY)
-
-    check()
-    assert_caught(defect("committed keys", LowBit.fused_draft, early, check), monkeypatch)
-
-
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: bool) -> None:
     """Against transformers, given the weights that the codes stand for."""
@@ -159,7 +128,6 @@ def test_a_quantised_target_is_the_model_of_its_codes(tmp_path: Path, kernels: b
     runner = llm.loaded.runner
     cache = runner.new_cache(1, 64)
     found = runner.forward(cache, ids, [0]).logits
-    assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-4)
     if kernels:
         held = sum(product.weight.numel() for product in runner.decoder.products)

@@ -25,7 +25,6 @@ from foredraft.model.runner.torch_backend import TorchBackend
 from tests.support.every_drafter import DRAFTERS, load, save_models
 from tests.support.harness import DRAFTERS as TABULAR
 from tests.support.harness import make_engine, request, run
-from tests.support.loaded import engine_of
 from tests.support.mutation import Mutation, assert_caught, defect, replaced
 from tests.support.mutations import Function, around, during
 from tests.support.parts import foreseeing
@@ -105,7 +104,7 @@ def ending_when_told(drafter: Drafter, call: int) -> Iterator[list[int]]:
 
 def check_commit(llm: LLM, name: str) -> None:
     """Let the memory end in commits: of each row, and where the text ends in the same round."""
-    params, drafter = [replace(each, drafter=name) for each in PARAMS], engine_of(llm).drafters[name]
+    params, drafter = [replace(each, drafter=name) for each in PARAMS], llm.loaded.engine.drafters[name]
     with ending_when_told(drafter, 0) as calls:
         want = [output.token_ids for output in llm.generate(PROMPTS, params)]
     last = {len(calls) - calls[::-1].index(id) for id in calls}  # the calls in whose round a text ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +11,16 @@ import pytest
 import torch
 
 import foredraft
-from foredraft import LLM, SamplingParams, kernels
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.policy import Confidence, Fixed, Policy
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.sequence import Finish, Sequence, TokenOrigin
-from tests.exactness import test_bits as bits
+from tests.exactness import matrix as bits
 from tests.exactness import test_coupled as coupled
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_identity as identity
+from tests.support.coded import save_pair
 from tests.support.harness import make_engine, request, run
-from tests.support.loaded import engine_of
 from tests.support.parts import LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tests.support.simulation import flat
 from tests.support.tabular import Table, Tabular
@@ -72,18 +70,6 @@ def test_the_text_may_end_with_a_sibling_or_after_it(place: int) -> None:
             engine = make_engine(identity.TARGET, identity.DRAFT, Fixed(2, siblings=6), rows=8)
             assert run(engine, sequences) == [text] * len(sequences)
             assert all(sum(turn.emitted for turn in s.rounds) == len(text) for s in sequences)
-
-
-def test_rows_of_another_rule_do_not_change_the_coupled_text() -> None:
-    wishes, alone = coupled.requests("draft-model"), coupled.requests(None)
-    others = [
-        request((1, 2), drafter, acceptance=rule, max_new_tokens=8)
-        for drafter in STEPPERS
-        for rule in ("speculative", "block")
-    ]
-    mixed = [s for pair in itertools.zip_longest(wishes, others) for s in pair if s]
-    run(make_engine(coupled.TARGET, coupled.DRAFT, Fixed(3, siblings=4), rows=6), mixed)
-    assert [s.new_ids for s in wishes] == run(make_engine(coupled.TARGET, rows=1), alone)
 
 
 def test_scores_are_those_of_plain_decoding() -> None:
@@ -167,44 +153,11 @@ def test_a_sibling_that_makes_the_target_fail_harms_no_text() -> None:
     assert written(sequences)
 
 
-FAMILIES = ("llama", "gemma2", "gemma4", "qwen3", "phi")
-needs_kernels = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    target, draft = bits.save_pair(tmp_path_factory.mktemp(request.param), request.param)
-    more: Any = {"draft_weights": "int4", "plan": "skip:attn=1/mlp=1", "drafter": "draft-model"}
-    return bits.load_pair(target, draft, "bfloat16", **more)
-
-
-@pytest.mark.heavy
-@needs_kernels
-def test_greedy_and_seeded_ids_of_real_models(llm: LLM) -> None:
-    kinds = ("draft-model", "low-bit", "layer-skip", "lookup", "none")
-    for more in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9, "acceptance": "coupled"}):
-        params = SamplingParams(max_new_tokens=24, ignore_eos=True, **more)  # type: ignore[arg-type]
-        engine_of(llm).policy = Fixed(3, siblings=4)
-        plain = bits.plain_ids(llm, params=params)
-        for shift in (0, 2):
-            mixed = [kinds[(at + shift) % len(kinds)] for at in range(len(bits.PROMPTS))]
-            bits.assert_same(llm, mixed, plain, params=params)
-        for kind in kinds[:3]:
-            bits.assert_same(llm, [kind], plain[4:5], bits.PROMPTS[4:5], params)
-
-
-@needs_kernels
-@pytest.mark.parametrize("prompt", [bits.PROMPTS[1], bits.PROMPTS[4], bits.PROMPTS[7]], ids=len)
-def test_the_cache_after_siblings(llm: LLM, prompt: list[int]) -> None:
-    engine_of(llm).policy = Fixed(4, siblings=6)
-    assert written([bits.check_cache(llm, "draft-model", prompt, 40)])
-
-
 def test_operators_take_no_siblings(tmp_path: Path) -> None:
-    target, draft = bits.save_pair(tmp_path, "llama")
+    target, draft = save_pair(tmp_path, "llama")
     options: dict[str, Any] = {"draft": draft, "dtype": "float32", "device": "cpu", "kernels": False}
     with pytest.raises(foredraft.ConfigError, match="siblings"):
         foredraft.load(target, policy="fixed", policy_options={"siblings": 2}, **options)
     llm = foredraft.load(target, policy="fixed", **options)
-    engine_of(llm).policy = Fixed(3, siblings=2)
+    llm.loaded.engine.policy = Fixed(3, siblings=2)
     bits.assert_same(llm, ["draft-model"], bits.plain_ids(llm, bits.PROMPTS[4:5]), bits.PROMPTS[4:5])

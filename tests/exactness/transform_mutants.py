@@ -23,7 +23,7 @@ from foredraft.decode.vocab_ops import TorchVocabOps, total
 from foredraft.drafters.draft_model import DraftModel
 from tests.exactness import round_checks as checks
 from tests.exactness import test_constraints as constraints
-from tests.support.mutation import Edit, Mutation, caught_by, defect
+from tests.support.mutation import Edit, Mutation, caught_by
 from tests.support.mutations import Function, argument, around, before, changed, instead, top_k_ties_dropped
 from tests.unit import test_decode_sampling as unit
 
@@ -55,17 +55,6 @@ def not_normalised_after_a_cut(probs: Function, ops: TorchVocabOps, x: Tensor, b
     cut, finite = probs(ops, x, by)
     whole, _ = probs(ops, x, replace(by, cut=None))
     return whole.where(cut > 0, 0.0), finite
-
-
-@around
-def top_k_after_temperature(probs: Function, ops: TorchVocabOps, x: Tensor, by: SamplingTable) -> Any:
-    """No defect: dividing by the temperature changes no order."""
-    if by.top_k is None:
-        return probs(ops, x, by)
-    scaled = (x - x.amax(-1, keepdim=True)) / by.temperature[:, None, None]
-    k = by.top_k[:, None, None].expand(-1, x.shape[1], 1)
-    least = scaled.sort(-1, descending=True).values.gather(-1, (k - 1).clamp(0, x.shape[-1] - 1))
-    return probs(ops, x.masked_fill((k > 0) & (scaled < least), -math.inf), replace(by, top_k=None))
 
 
 def dropped_from_typical(drop: Callable[[Tensor], Tensor]) -> Mutation:
@@ -172,11 +161,7 @@ TRANSFORMS = {
     ],
     checks.late_ends: [
         ("an end barred one token too long", PenaltyContext.said, changed(lambda said: said - 1)),
-        (
-            "an end barred by the first column",
-            PenaltyContext.said,
-            changed(lambda x: x[:, :1].expand_as(x)),
-        ),
+        ("an end barred by the first column", PenaltyContext.said, changed(lambda x: x[:, :1].expand_as(x))),
     ],
     unit.test_what_was_said_and_drafted_counts: [
         ("presence per occurrence", EDITED, presence_per_occurrence),
@@ -188,9 +173,16 @@ TRANSFORMS = {
     checks.drafts_before_bans: [("tokens taken back still counted", TokenCounts.count, never_counted_down)],
 }
 
+rolled_back_texts = partial(
+    constraints.test_the_text_is_that_of_plain_decoding, "overlapping tokens", "rollback", {"temperature": 0}
+)
 grammar_behind_thinking = partial(
     constraints.test_thinking_and_content_have_the_distribution_of_the_definition, "begun by the prompt"
 )
+rewound_content = partial(
+    constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
+    "the content may begin as the marker does", 0,
+)  # fmt: skip
 repeating_marker = checks.in_each_case(
     constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
     *(("a marker that begins again within itself", seed) for seed in range(8)),
@@ -202,8 +194,7 @@ def begun_marker_forgotten(
     thought: Function, tokens: ThinkingTokens, read: int, text: bytes
 ) -> ThinkingPlace | None:
     goes_on = text.startswith(tokens._closes[read:][: len(text)])
-    place: ThinkingPlace | None = thought(tokens, read if goes_on else 0, text)
-    return place
+    return thought(tokens, read if goes_on else 0, text)
 
 
 marker_cut_short = argument(3, lambda closes: closes[:-1])
@@ -255,8 +246,7 @@ def released_when_a_row_leaves() -> tuple[Edit, ...]:
         if sequence.id in released:
             released.discard(sequence.id)
             return len(sequence.new_ids)
-        found: int = settled(sequence)
-        return found
+        return settled(sequence)
 
     return (Scheduler.leave, before(remember)), (Sequence.settled, mutate_settled)
 
@@ -289,12 +279,9 @@ CONSTRAINTS = {
     partial(constraints.check_law, "within a token", "rollback", ["frequency"]): [
         ("a match in a token missed, by rollback", BanList._move, complete_at_the_end_alone)
     ],
-    partial(
-        constraints.test_the_text_is_that_of_plain_decoding,
-        "overlapping tokens",
-        "rollback",
-        {"temperature": 0},
-    ): [("a rollback forgets the draft's cache", DraftModel.rewind, cache_kept_past_a_rollback)],
+    rolled_back_texts: [
+        ("a rollback forgets the draft's cache", DraftModel.rewind, cache_kept_past_a_rollback)
+    ],
     constraints.test_what_is_settled_stays_while_the_batch_changes: [
         ("held text released on a batch change", released_when_a_row_leaves())
     ],
@@ -309,13 +296,8 @@ CONSTRAINTS = {
         ("a schema begun within thinking", AfterThinking.mask, lambda _: lambda own: own._content.mask()),
         ("a text that ends within its thinking", ThinkingTokens._made, ends_allowed),
     ],
-    partial(
-        constraints.test_a_rewound_constraint_is_that_of_the_text_that_is_left,
-        "the content may begin as the marker does",
-        0,
-    ): [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
+    rewound_content: [("content not rewound", AfterThinking.rewind, content_left_as_it_is)],
     repeating_marker: [("a marker begun again is missed", ThinkingTokens._thought, begun_marker_forgotten)],
 }
 
 MUTANTS = caught_by(TRANSFORMS, CONSTRAINTS)
-HARMLESS = defect("top-k after temperature", PROBS, top_k_after_temperature, definition)

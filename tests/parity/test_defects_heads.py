@@ -20,7 +20,7 @@ from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.medusa import MedusaHeads, load_medusa
 from foredraft.drafters.states import kept
 from foredraft.errors import CheckpointError
-from tests.exactness.head_checks import check_distribution, tiny
+from tests.exactness.matrix import check_distribution, tiny
 from tests.parity.test_heads import check_parity
 from tests.support.heads import DRAFT_VOCAB
 from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by
@@ -109,7 +109,7 @@ gguf, fasterdecoding = (
 # the offsets 0 to 5 of the ids 0, 2, 4, ... are ids themselves, too; and these ids as offsets are other ids
 distinct_offsets = functools.partial(check_parity, "specforge", tensors={"d2t": torch.arange(DRAFT_VOCAB)})
 gguf_offsets = functools.partial(
-    check_parity, "gguf", head_tensors={"d2t": torch.zeros(DRAFT_VOCAB, dtype=torch.int64)}
+    check_parity, "gguf", tensors={"d2t": torch.zeros(DRAFT_VOCAB, dtype=torch.int64)}
 )
 token_map = functools.partial(check_parity, "vllm", tensors={"token_map": torch.arange(DRAFT_VOCAB)})
 OF_HEADS = {

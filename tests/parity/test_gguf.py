@@ -32,8 +32,7 @@ from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 pytest.importorskip("gguf")
 import gguf
 
-from tests.support import gguf_norms
-from tests.support.gguf_files import KINDS, write_gguf
+from tests.support.gguf_files import ARCHITECTURES, KINDS, NORMS, write_gguf
 from tests.support.mutations import Function, around, instead
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}  # rows of whole blocks
@@ -127,7 +126,7 @@ OF_NORMS = """cohere2 exaone4 exaone4-no-window glm4 glm4-no-biases-tied gpt2 gp
     olmo3 olmo3-one-base phi stablelm stablelm-parallel starcoder2-no-window""".split()
 WRITERS: dict[str, Callable[[Path, Path], Path]] = {
     **dict.fromkeys(OWN, write_with_own),
-    **dict.fromkeys(OF_NORMS, gguf_norms.write_gguf),
+    **dict.fromkeys(OF_NORMS, write_gguf),
 }
 
 
@@ -145,15 +144,15 @@ def test_logits_of_a_file_equal_those_of_its_checkpoint(variant: str, tmp_path: 
 
 
 def test_every_family_of_the_table_has_a_file() -> None:
-    assert {variant.split("-")[0] for variant in OF_NORMS} == gguf_norms.ARCHITECTURES.keys()
-    assert set(gguf_norms.ARCHITECTURES.values()) <= IN_GGUF.keys()
+    assert {variant.split("-")[0] for variant in OF_NORMS} == {*NORMS}
+    assert {ARCHITECTURES.get(name, name) for name in NORMS} <= IN_GGUF.keys()
 
 
 @pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt_neox"])
 def test_coded_weights_of_a_file_are_those_that_it_stands_for(family: str, tmp_path: Path) -> None:
     """Rows in another order, and a tied head, in codes of 8 bits."""
     model = save_variant(tmp_path / "model", family)
-    file = gguf_norms.write_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    file = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
     assert close(logits_of(file, native=True), logits_of(file))
 
 

@@ -15,8 +15,7 @@ from foredraft.model.gguf import vocabulary
 from foredraft.model.gguf.words import DIGITS, GPT2, WORDS
 from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.mutations import Function, around
-from tests.support.strings import strings
-from tests.support.vocabularies import KEY, SPACE, byte_level, tokenizer_of
+from tests.support.strings import KEY, SPACE, byte_level, strings, tokenizer_of
 
 CLASSES = {
     "gpt-2": GPT2Tokenizer,

@@ -23,9 +23,9 @@ from foredraft.drafters.heads.configs import read_block, read_eagle3
 from foredraft.model.runner import Runner
 from tests.parity.test_heads import KEYS, V
 from tests.support import heads
-from tests.support.blocks import BLOCK, BODY, RANK, SLIDING
 from tests.support.checkpoints import reference_model
-from tests.support.heads import LAYERS
+from tests.support.heads import BLOCK, LAYERS, RANK, SLIDING
+from tests.support.heads import BLOCK_BODY as BODY
 
 IDS = torch.tensor([0, 2, 3, 6, 7, 10])  # the draft vocabulary of a head
 DRAFT_VOCAB, ANCHORS, AUX_LAYERS, STEPS = len(IDS), 24, [1, 3, 6], 3

@@ -36,11 +36,12 @@ from foredraft.train.target import Batches, Document, FrozenTarget, Packed, Pack
 from foredraft.train.training_checkpoints import Processes
 from foredraft.train.training_options import DFlashOptions, Eagle3Options
 from tests.parity.test_heads import KEYS, V, model
-from tests.support import blocks, heads
-from tests.support.blocks import BLOCK
 from tests.support.checkpoints import reference_model
+from tests.support.head_logits import defined_block, defined_eagle3
+from tests.support.heads import BLOCK, save_head
 from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.mutations import Function, argument, around, changed, instead
+from tests.support.training import student_of
 
 STEPS, SLOTS = 3, BLOCK - 1
 IDS = [0, 2, 3, 5, 8, 10]  # a draft vocabulary
@@ -119,10 +120,10 @@ def check_gradients(
 
 def check_step(format: str) -> None:
     with tempfile.TemporaryDirectory() as place:
-        head = heads.save_head(Path(place) / "head", format, V)
-        student = heads.student_of(head, target(), STEPS, DECAY)
+        head = save_head(Path(place) / "head", format, V)
+        student = student_of(head, target(), STEPS, DECAY)
         options = Eagle3Options(data=(), out=Path(place) / "out", draft_length=STEPS, decay=DECAY)
-        assert HEAD in check_gradients(head, student, options, heads.defined_logits, steps=STEPS)
+        assert HEAD in check_gradients(head, student, options, defined_eagle3, steps=STEPS)
 
 
 def block_student(head: Path, target: FrozenTarget) -> BlockStudent:
@@ -137,10 +138,10 @@ def block_student(head: Path, target: FrozenTarget) -> BlockStudent:
 def check_block_step(draft_vocab: int | None = None) -> None:
     config = {} if draft_vocab is None else {"draft_vocab_size": draft_vocab}
     with tempfile.TemporaryDirectory() as place:
-        head = blocks.save_block(Path(place) / "head", "z-lab", V, draft_vocab=draft_vocab, config=config)
+        head = save_head(Path(place) / "head", "block z-lab", V, draft_vocab=draft_vocab, config=config)
         student = block_student(head, target())
         options = DFlashOptions(data=(), out=Path(place) / "out", block=BLOCK, decay=DECAY)
-        define = blocks.defined_logits
+        define = defined_block
         assert "fc.weight" in check_gradients(head, student, options, define, steps=SLOTS, stride=SLOTS)
 
 

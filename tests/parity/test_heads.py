@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 import foredraft
-from foredraft import LLM, SamplingParams, loading
+from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.assets import is_dflash, is_dspark, is_eagle3
 from foredraft.drafters.heads.configs import read_block, read_eagle3
 from foredraft.drafters.heads.record import draft_ids
-from tests.support import blocks
 from tests.support.checkpoints import reference_model
-from tests.support.head_formats import BLOCKS, FILE_FORMATS
-from tests.support.heads import FORMATS, LAYERS, save_head
+from tests.support.coded import loading_by
+from tests.support.head_logits import definition_of
+from tests.support.heads import BY_DRAFTER, FORMATS, LAYERS, save_head
 from tests.support.loaded import engine_of
 
 V = 11
@@ -37,12 +37,10 @@ def load(folder: Path, format: str, by: str = "kernels", dtype: str = "float32",
     if not (folder / "target").exists():
         reference_model(**KEYS).save_pretrained(folder / "target")
     if not (folder / format).exists():
-        FILE_FORMATS[format].save(folder / format, format, V)
-    with pytest.MonkeyPatch.context() as patch:
-        if by == "operators":
-            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
+        save_head(folder / format, format, V)
+    with loading_by(by):
         return foredraft.load(
-            folder / "target", draft=folder / format, drafter=FILE_FORMATS[format].drafter, policy="fixed",
+            folder / "target", draft=folder / format, drafter=FORMATS[format]["of"], policy="fixed",
             dtype=dtype, device="cpu", **{"max_batch": 4, "max_length": 512, **more},
         )  # fmt: skip
 
@@ -81,15 +79,16 @@ def model() -> Any:
 
 def check_parity(format: str, by: str = "kernels", **head: Any) -> None:
     """Check every draft of texts that are decoded together."""
-    file_format = FILE_FORMATS[format]
+    form, define = FORMATS[format], definition_of(format)
+    block = format.startswith("block")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if head:
-            file_format.save(folder / format, format, V, **head)
+            save_head(folder / format, format, V, **head)
         llm = load(folder, format, by)
-        most = engine_of(llm).drafters[file_format.drafter].max_draft
+        most = engine_of(llm).drafters[form["of"]].max_draft
         # of a block: a policy that would draft more than it holds, and a text of one token
-        draft, prompts = (8, [*PROMPTS, [5]]) if format in BLOCKS else (4, PROMPTS)
+        draft, prompts = (8, [*PROMPTS, [5]]) if block else (4, PROMPTS)
         engine_of(llm).policy = Fixed(draft)
         record = Recorder(llm)
         params = SamplingParams(
@@ -98,22 +97,22 @@ def check_parity(format: str, by: str = "kernels", **head: Any) -> None:
         outputs = llm.generate(prompts, params)
         assert any(0 < output.stats.accepted < output.stats.drafted for output in outputs)
         for text, drafted, logits in record.drafts:
-            want = file_format.define(folder / format, model(), text, drafted).float()[: len(logits)]
+            want = define(folder / format, model(), text, drafted).float()[: len(logits)]
             torch.testing.assert_close(torch.stack(logits), want, rtol=2e-3, atol=2e-3)
-            assert want[0].isfinite().sum() == (file_format.draft_vocab or V)
+            assert want[0].isfinite().sum() == form.get("draft_vocab", V)
     lengths = [len(logits) for _, _, logits in record.drafts]
-    assert len(lengths) > 12 and (format not in BLOCKS or lengths.count(most) > 12)
+    assert len(lengths) > 12 and (not block or lengths.count(most) > 12)
 
 
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("format", FILE_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_draft_logits_are_those_of_the_definition(format: str, by: str) -> None:
     check_parity(format, by)
 
 
 def test_every_format_is_found_and_read(tmp_path: Path) -> None:
     found = {}
-    for format in FORMATS:
+    for format in BY_DRAFTER["eagle3"]:
         folder = save_head(tmp_path / format, format, V)
         assert is_eagle3(folder)
         found[format] = read_eagle3(folder).record
@@ -124,11 +123,11 @@ def test_every_format_is_found_and_read(tmp_path: Path) -> None:
 
 def test_every_format_of_a_block_is_found_and_read(tmp_path: Path) -> None:
     found = {}
-    for format, form in blocks.FORMATS.items():
-        folder = blocks.save_block(tmp_path / format, format, V)
-        assert (is_dflash(folder), is_dspark(folder)) == (form["of"] == "dflash", form["of"] == "dspark")
+    for drafter, format in [(name, each) for name in ("dflash", "dspark") for each in BY_DRAFTER[name]]:
+        folder = save_head(tmp_path / format, format, V)
+        assert (is_dflash(folder), is_dspark(folder)) == (drafter == "dflash", drafter == "dspark")
         assert not is_eagle3(folder)
-        found[format] = read_block(folder).record
+        found[format.removeprefix("block ")] = read_block(folder).record
     assert {name: record.drafts for name, record in found.items()} == {
         "z-lab": 3, "scaled": 3, "speculators": 3, "anchored": 4, "deepspec": 4, "gated": 4, "rnn": 3,
     }  # fmt: skip

@@ -1,8 +1,10 @@
-"""Text of real models: tokens, conversations, and speculative decoding that writes what plain decoding writes."""
+"""Text of real models: tokens, conversations, the README, and speculative decoding that writes what plain decoding writes."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.cli import main
 from foredraft.model.locate import resolve
 from tests.support import real_models
-from tests.support.loaded import engine_of
+from tests.support.running import ROOT
 from tests.support.strings import strings
 
 TOKENS = 16
@@ -36,7 +38,7 @@ def check_same(llm: LLM, prompts: list[str]) -> None:
     for params in (GREEDY, SEEDED):
         plain = llm.generate(prompts, params, drafter="none")
         assert sum(len(output.token_ids) for output in plain) > TOKENS
-        for drafter in engine_of(llm).drafters:
+        for drafter in llm.loaded.engine.drafters:
             given = {"prediction": prompts[0]} if drafter == "prediction" else {}
             batch = llm.generate(prompts, params, drafter=drafter, **given)
             assert [output.token_ids for output in batch] == [output.token_ids for output in plain], drafter
@@ -105,3 +107,20 @@ def test_gemmas_tokens_are_those_of_transformers(gemma: Path) -> None:
         if "\N{LOWER ONE EIGHTH BLOCK}" not in text and " " * 17 not in text:
             ids = found.encode(text, add_special_tokens=False).ids
             assert ids == reference.encode(text, add_special_tokens=False), text
+
+
+EXAMPLE = re.search(
+    r"<!-- a real model -->\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_the_example_runs(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert EXAMPLE is not None
+    lines = [line for line in EXAMPLE[1].splitlines() if line.startswith("foredraft ")]
+    assert len(lines) == 3
+    for line in lines:
+        _, *words = shlex.split(line)
+        assert main([word.replace("$MODEL", str(smollm2)) for word in words]) == 0, line
+        assert capsys.readouterr().out

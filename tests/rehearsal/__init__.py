@@ -4,12 +4,11 @@
 
 - `guard`      tells a CPU build of PyTorch that there are devices (guard.cpp, compiled once)
 - `ledger`     counts what a GPU would make the host wait for, and what the host launches, by line
-- `tensors`    a tensor that says "cuda:0" and holds a CPU tensor; the mode that makes such tensors
-- `operators`  runs each operator on the tensors inside, after CUDA's device rules are checked
-- `copies`     copies between host and device: pageable or pinned, waiting or not
+- `tensors`    a tensor that says "cuda:0" and holds a CPU tensor; operators on it, after CUDA's device rules are checked;
+               copies between host and device: pageable or pinned, waiting or not
 - `graphs`     CUDA graphs: recorded with the host's numbers in them, their pool spoilt after each replay
 - `streams`    streams, events, the current device of a thread
-- `orders`     the order in which PyTorch's CUDA kernels add, for softmax and running sums
+- `orders`     orders of additions that follow from what they do in PyTorch's CUDA kernels
 - `pretending` puts the fakes in their places
 
 What it cannot see: kernels' arithmetic and speed, races of streams, the allocator, cuBLAS, cuDNN, Triton.

@@ -35,7 +35,6 @@ def _loaded() -> ctypes.CDLL:
     if "torch" in sys.modules:
         raise RuntimeError("the rehearsal has to be loaded before torch: pytest -p tests.rehearsal.plugin")
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
     folder = Path(found.origin).parent
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(folder / "lib" / name), ctypes.RTLD_GLOBAL)

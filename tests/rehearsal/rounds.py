@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foredraft import LLM
-from tests.rehearsal.copies import PAGEABLE
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
-from tests.support.loaded import engine_of
+from tests.rehearsal.tensors import PAGEABLE
 from tests.support.mutation import replaced
 
 
@@ -27,16 +26,21 @@ class RoundCosts(NamedTuple):
         return cls(LEDGER.waits, LEDGER.count(PAGEABLE), LEDGER.launches, Graph.made)
 
 
-@contextmanager
-def costs_of_rounds(llm: LLM) -> Iterator[list[RoundCosts]]:
-    engine, found = engine_of(llm), list[RoundCosts]()
-    sound = engine.round
-
-    def counted() -> object:
+def _counted(function: Callable[..., Any], found: list[RoundCosts]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
         before = RoundCosts.so_far()
-        result = sound()
+        result = function(*args)
         found.append(RoundCosts(*(b - a for a, b in zip(before, RoundCosts.so_far(), strict=True))))
         return result
 
-    with replaced(engine, "round", counted):
-        yield found
+    return counted
+
+
+@contextmanager
+def costs_of_rounds(llm: LLM) -> Iterator[list[RoundCosts]]:
+    """Gather them, and check that reading a prompt makes the host wait for nothing."""
+    engine, rounds, chunks = llm.loaded.engine, list[RoundCosts](), list[RoundCosts]()
+    count_rounds = replaced(engine, "round", _counted(engine.round, rounds))
+    with count_rounds, replaced(engine, "_prefill", _counted(engine._prefill, chunks)):
+        yield rounds
+    assert chunks and not any(cost.waits for cost in chunks if not cost.captures), "waits of a prompt"

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.decode import vocab_ops
+from foredraft.decode import round_results, sampling, step_draws, vocab_ops
 from foredraft.decode.accept import ONCE
 from foredraft.kernels import vocab
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model import attention, memory
-from foredraft.model.runner import graphs
+from foredraft.model.runner import Runner, graphs
 from foredraft.model.runner.graphs import CapturedGraph, CudaGraphCapturer
 from foredraft.model.runner.passes import Forward
 from foredraft.model.runner.torch_backend import TorchBackend
@@ -26,13 +26,12 @@ from tests.rehearsal.graphs import Graph
 from tests.rehearsal.rounds import costs_of_rounds
 from tests.rehearsal.tensors import Pretended
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 from tests.support.mutation import Edit, mutate
-from tests.support.mutations import Function, argument, around, instead
+from tests.support.mutations import Function, after, argument, around, before, instead
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((5, 25))]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, drafter="draft-model")
-SAMPLED = SamplingParams(seed=1, top_p=0.9, max_new_tokens=10, ignore_eos=True, drafter="draft-model")
+SAMPLED = GREEDY.replace(temperature=1, seed=1, top_p=0.9, frequency_penalty=0.1)
 
 
 def load(folder: Path) -> LLM:
@@ -57,7 +56,7 @@ def check(folder: Path) -> None:
         again = [ids(llm, *run) for run in runs]
     waits = {cost.waits for cost in costs if not cost.captures}
     assert waits == {1}, f"waits of rounds: {waits}"
-    engine = engine_of(llm)
+    engine = llm.loaded.engine
     engine.replays = ONCE
     with engine.target.uncaptured():
         plain = [ids(llm, *run) for run in runs]
@@ -138,27 +137,42 @@ PLACES = (
     (vocab_ops.vocab_ops_of, lambda sound: lambda runner: KernelVocabOps()),
 )
 OTHER_TEXT, OTHER_DEVICE = "a graph changes the text", "to be on the same device"
+WAITS, CAPTURING = "waits of", "not permitted when stream is capturing"
+BAKED = (TorchBackend.run, noting), (attention.build_context, baked)
+on_the_cpu = argument(1, lambda positions: positions.cpu())
+read_verdict = before(lambda sequences, draft, given, found, *rest: found.verdict.accepted.tolist())
+read_keys = before(lambda runner, cache, row, tokens, start: int(cache.data[0, 0, row, 0, start, 0]))
+read_counts = before(
+    lambda cls, sequences, device: torch.tensor([len(s.tokens) for s in sequences], device=device)
+)
+# name: edits, and how the check fails
 DEFECTS: dict[str, tuple[tuple[Edit, ...], str]] = {
-    "a host number baked into a graph": (
-        ((TorchBackend.run, noting), (attention.build_context, baked)),
-        OTHER_TEXT,
-    ),
+    "a host number baked into a graph": (BAKED, OTHER_TEXT),
     "an input that is not copied into a graph": (
-        ((graphs.fill, stale),),
-        f"{OTHER_TEXT}|finite|out of (range|bounds)",
+        ((graphs.fill, stale),), f"{OTHER_TEXT}|finite|out of (range|bounds)",
     ),
-    "a mask made on the CPU": (
-        ((attention.causal_masks, argument(1, lambda positions: positions.cpu())),),
-        f"{OTHER_DEVICE}|not permitted when stream is capturing",
-    ),
-    "an upload from pageable memory": (((memory.upload, pageable),), "waits of rounds"),
+    "a mask made on the CPU": (((attention.causal_masks, on_the_cpu),), f"{OTHER_DEVICE}|{CAPTURING}"),
+    "an upload from pageable memory": (((memory.upload, pageable),), WAITS),
     "a pinned buffer reused before its wait": (((memory.upload, reused),), "a pinned buffer changed"),
     "a pool's memory read after a replay": (
-        ((CudaGraphCapturer.capture, unheld),),
-        "not finite|changes the text",
+        ((CudaGraphCapturer.capture, unheld),), "not finite|changes the text",
     ),
     "a device address given to a C kernel": (PLACES, "address of a device tensor"),
-}
+    "a read of the verdict": (((round_results.fetch_results, read_verdict),), WAITS),
+    "two reads": (
+        ((memory.download, lambda download: lambda tensors: [download([x])[0] for x in tensors]),), WAITS,
+    ),
+    "a read of an accepted length": (((vocab_ops.leading, after(lambda found: found.sum().item())),), WAITS),
+    "finite rows by a mask": (((sampling.distribution_of, after(lambda made: made[1][made[1]])),), WAITS),
+    "a read of every draft step": (((step_draws.draw, after(lambda drawn: drawn.token.cpu())),), WAITS),
+    "counts uploaded with a wait": (((sampling.PenaltyContext.of, read_counts),), WAITS),
+    "a read of a prompt's keys": (((Runner.prefill, read_keys),), "waits of a prompt"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -181,14 +195,13 @@ def test_a_capture_warms_up_and_leaves_the_stream_as_it_was(
     assert waits == [(capturer.stream, before), (before, capturer.stream)]
 
 
-def test_without_a_defect_the_check_passes(tmp_path: Path) -> None:
-    check(save_pair(tmp_path))
+def test_without_a_defect_the_check_passes(folder: Path) -> None:
+    check(folder)
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_defect_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     edits, sign = DEFECTS[name]
-    folder = save_pair(tmp_path)
     for point, mutation in edits:
         mutate(monkeypatch, point, mutation)
     with pytest.raises((AssertionError, RuntimeError, IndexError), match=sign):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -12,26 +11,13 @@ from foredraft import LLM, SamplingParams
 from foredraft.decode import drafting
 from foredraft.decode.accept import ONCE
 from tests.rehearsal.rounds import costs_of_rounds
+from tests.rehearsal.test_texts import OPTIONS
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 
 DRAFT = 5  # tokens of a draft
 MOST = {"none": 40, "draft-model": 60}  # launches of a round
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((5, 25))]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "sampled": {"seed": 1, "acceptance": "speculative"},
-    "coupled": {"seed": 1, "acceptance": "coupled"},
-    "block": {"seed": 1, "acceptance": "block"},
-    "cuts": {"seed": 1, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-    "typical": {"seed": 1, "typical_p": 0.9},
-    "penalties": {
-        "seed": 1,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
-        "acceptance": "speculative",
-    },
-}
+NAMES = ("greedy", "speculative", "coupled", "block", "cuts", "typical", "penalties")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +40,7 @@ def launches(llm: LLM, drafter: str, name: str) -> list[int]:
     return sorted(cost.launches for cost in costs if not cost.captures)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("drafter", MOST)
 def test_launches_of_a_round(llm: LLM, drafter: str, name: str) -> None:
     steady = launches(llm, drafter, name)
@@ -63,10 +49,10 @@ def test_launches_of_a_round(llm: LLM, drafter: str, name: str) -> None:
 
 
 def test_without_replays_the_check_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_of(llm), "replays", ONCE)
-    assert launches(llm, "none", "sampled")[0] > MOST["none"]
+    monkeypatch.setattr(llm.loaded.engine, "replays", ONCE)
+    assert launches(llm, "none", "speculative")[0] > MOST["none"]
     monkeypatch.setattr(drafting, "_captured_draft", lambda *arguments: None)
-    assert launches(llm, "draft-model", "sampled")[0] > MOST["draft-model"]
+    assert launches(llm, "draft-model", "speculative")[0] > MOST["draft-model"]
 
 
 def test_rows_of_two_rules_upload_their_masks_outside_graphs(llm: LLM) -> None:

@@ -21,10 +21,9 @@ from foredraft.kinds.tables import POLICIES
 from tests.exactness import test_out_of_memory as memory
 from tests.rehearsal.graphs import Graph
 from tests.rehearsal.ledger import LEDGER
-from tests.rehearsal.operators import FREE_ATTENTION
 from tests.rehearsal.rounds import costs_of_rounds
+from tests.rehearsal.tensors import FREE_ATTENTION
 from tests.support.every_drafter import DRAFT, DRAFTERS, load, save_models
-from tests.support.loaded import engine_of
 
 PROMPTS = [
     "def add(a, b):",
@@ -37,7 +36,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cuts": {"seed": 2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "typical": {"seed": 2, "typical_p": 0.9},
     "speculative": {"seed": 3, "acceptance": "speculative"},
-    "penalties": {"seed": 4, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    "coupled": {"seed": 3, "acceptance": "coupled"},
+    "block": {"seed": 3, "acceptance": "block"},
+    "penalties": {
+        "seed": 4,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "acceptance": "speculative",
+    },
     "scores": {"seed": 5, "logprobs": 2, "prompt_logprobs": 1, "top_p": 0.9},
     "bias": {"seed": 6, "logit_bias": {5: 1.0, 9: -3.0}, "min_new_tokens": 8},
     "ban": {"seed": 7, "ban": ["return", "self"], "ban_mode": "rollback"},
@@ -56,7 +62,7 @@ SHORT = [
     ("draft model", "prediction", "prediction"),
     ("other tokenizer", "retokenize", "bias"), ("eagle3", "eagle3", "speculative"), ("eagle3", "eagle3", "ban"),
     ("early exit", "layer-skip", "typical"), ("skipped layers", "layer-skip", "bild"),
-    ("eagle", "eagle", "penalties"), ("medusa", "medusa", "regex"), ("dflash", "dflash", "speculative"),
+    ("eagle", "eagle", "penalties"), ("medusa", "medusa", "regex"), ("medusa", "medusa", "block"), ("eagle", "eagle", "coupled"), ("dflash", "dflash", "speculative"),
     ("dspark", "dspark", "cuts"), ("adapter", "kangaroo", "greedy"), ("adapter", "kangaroo", "scores"),
     ("gemma4", "gemma4-assistant", "cuts"), ("gemma4", "gemma4-assistant", "json"), ("gemma4", "none", "greedy"),
     ("gemma4 unified", "gemma4-assistant", "speculative"),
@@ -160,12 +166,12 @@ def test_a_model_on_the_second_gpu(folder: Path) -> None:
     """Its texts do not depend on the current device of the thread that loads it, nor of those that decode."""
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     first = load(folder, "draft model", "cuda")
-    assert engine_of(first).device == torch.device("cuda", 0)
+    assert first.loaded.engine.device == torch.device("cuda", 0)
     want = texts(first, params, PROMPTS)
     with torch.cuda.device(1):
         inside = load(folder, "draft model", "cuda")
         assert texts(inside, params, PROMPTS) == want
-    assert engine_of(inside).device == torch.device("cuda", 1)
+    assert inside.loaded.engine.device == torch.device("cuda", 1)
     assert texts(inside, params, PROMPTS) == want
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(texts(inside, params, PROMPTS)))
@@ -185,7 +191,7 @@ def test_a_prefix_cache_and_many_threads(folder: Path, device: str) -> None:
     llm = load(folder, "draft model", device)
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     want = [texts(llm, params, [prompt])[0] for prompt in PROMPTS]
-    engine_of(llm).prefix_cache = PrefixCache(2**26)
+    llm.loaded.engine.prefix_cache = PrefixCache(2**26)
     for _ in range(2):
         assert texts(llm, params, PROMPTS) == want
     found: dict[int, Any] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from foredraft.model.tokenizer import FILE, Tokenizer
+from foredraft.model.tokenizer import FILE, REPLACEMENT, Tokenizer
 from tests.support.checkpoints import TEXT, tiny_tokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -92,3 +94,21 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 def make(name: str) -> Tokenizer:
     return Tokenizer(KINDS[name]())
+
+
+def decoded(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> str:
+    """Return the text of ids by its definition, without a character at its end whose last bytes are missing.
+
+    The library decodes all of them at once.
+    """
+    shown = [id for id in ids if tokenizer.is_visible(id, skip_special)]
+    if tokenizer.ends_mid_character(shown):
+        return tokenizer.text(shown, skip_special).removesuffix(REPLACEMENT)
+    at = len(shown)
+    while at and tokenizer.byte(shown[at - 1]) is not None:
+        at -= 1
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with contextlib.suppress(UnicodeDecodeError):
+        decoder.decode(b"".join(tokenizer.byte(id) or b"" for id in shown[at:]))
+        shown = shown[: len(shown) - len(decoder.getstate()[0])]
+    return tokenizer.text(shown, skip_special)

@@ -1,4 +1,4 @@
-"""Tiny Gemma 4 models and their assistants, saved by transformers, and engines over both."""
+"""Tiny Gemma 4 models and their assistants, saved by transformers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,11 @@ import pytest
 import torch
 import transformers
 
-import foredraft
-from foredraft import LLM, loading
-from foredraft.decode.drafter import Drafter
-from foredraft.decode.policy import Policy
-from foredraft.drafters.gemma4_assistant import Gemma4Assistant
-from foredraft.drafters.lookup import Lookup
-from foredraft.verify.sampler import PlainTarget
+from foredraft import LLM
 from tests.support.checkpoints import reference_model
-from tests.support.distributions import Logits
-from tests.support.harness import ForkingEngine, forking_engine
-from tests.support.loaded import engine_of
-from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
-from tests.support.variants_llama_like import GROUPED, UNTIED
+from tests.support.coded import load_pair, loading_by
+from tests.support.variants_llama_like import BY_LAYER, FULL, GROUPED, SHARED, SLIDING, UNTIED
 
-POSITIONS = 96
 WORDS = 5  # of the vocabulary of `tiny`
 WINDOW = 8
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -87,17 +77,12 @@ def save_assistant(folder: Path, kind: str, words: int = WORDS, **keys: Any) -> 
     return folder
 
 
-def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows: int = 8, **keys: Any) -> LLM:
-    target = save_target(folder / "target", kind, words)
-    assistant = save_assistant(folder / "assistant", kind, words, **keys)
-    with pytest.MonkeyPatch.context() as patch:
-        if by == "operators":
-            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
-        llm = foredraft.load(
-            target, draft=assistant, dtype=dtype, policy="fixed", device="cpu", max_batch=rows, max_length=512
-        )
-    engine: Any = engine_of(llm)
-    assert engine.target.by_kernels == (by == "kernels")
+def load(folder: Path, kind: str, dtype: str, by: str, **keys: Any) -> LLM:
+    target = save_target(folder / "target", kind)
+    assistant = save_assistant(folder / "assistant", kind, **keys)
+    with loading_by(by):
+        llm = load_pair(target, assistant, dtype)
+    assert llm.loaded.runner.by_kernels == (by == "kernels")
     return llm
 
 
@@ -105,17 +90,3 @@ def load(folder: Path, kind: str, dtype: str, by: str, words: int = WORDS, rows:
 def tiny(kind: str, dtype: str, by: str, centroids: bool = False) -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         return load(Path(folder), kind, dtype, by, **(CENTROIDS if centroids else {}))
-
-
-def after(llm: LLM) -> Logits:
-    """Return the function of a text that gives the target's logits, one token a pass."""
-    plain = PlainTarget(llm.loaded, POSITIONS)
-    return lambda context: plain.logits(context[:1], context[1:]).tolist()
-
-
-def fresh_engine(llm: LLM, policy: Policy, *, rows: int = 2, noise: Any = None) -> ForkingEngine:
-    loaded: Any = engine_of(llm)
-    cache = loaded.target.new_cache(rows, POSITIONS)
-    assistant = loaded.drafters["gemma4-assistant"].assistant
-    drafters: list[Drafter] = [Lookup(), Gemma4Assistant(loaded.target, cache, assistant)]
-    return forking_engine(llm, cache, policy, drafters, noise)

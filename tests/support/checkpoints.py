@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.support import variants_gemma4, variants_llama_like, variants_norms
+from tests.support import variants_llama_like, variants_norms
 from tests.support.variants_llama_like import ABSENT, FULL, GROUPED, SLIDING, TIED, UNTIED, WIDE
 
+GEMMA4_FAMILIES = variants_llama_like.GEMMA4_FAMILIES
 GELU, WINDOWS = variants_llama_like.GELU, variants_llama_like.WINDOWS
 outside, theta_eps = variants_llama_like.outside, variants_llama_like.theta_eps
 torch.set_num_threads(1)
@@ -46,9 +50,9 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
-    **variants_gemma4.FAMILIES,
     **variants_norms.FAMILIES,
     **variants_llama_like.FAMILIES,
+    **GEMMA4_FAMILIES,
 }
 UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
 NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer
@@ -66,12 +70,11 @@ DEFAULTS = {
     **variants_llama_like.together(variants_llama_like.COMMON, _DEFAULTS),
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
-    **variants_gemma4.DEFAULTS,
     **variants_llama_like.DEFAULTS,
     **variants_norms.DEFAULTS,
 }
 IN_ROPE = variants_llama_like.IN_ROPE
-UNSCALED = {*variants_llama_like.UNSCALED, *UNROTATED, *variants_gemma4.FAMILIES}
+UNSCALED = {*variants_llama_like.UNSCALED, *UNROTATED}
 SCALED = [family for family in FAMILIES if family not in UNSCALED]
 ORIGINAL = {"factor": 8.0, "original_max_position_embeddings": 64}
 FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -155,7 +158,6 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
         "logit-cap": {"final_logit_softcapping": 8.0},
         "silu": {"hidden_activation": "silu", "rms_norm_eps": 1e-1},
     },
-    **variants_gemma4.CHANGES,
     **variants_llama_like.CHANGES,
     **variants_norms.CHANGES,
 }
@@ -182,10 +184,10 @@ def reference_model(
             if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
             elif "norm" in name or "ln_" in name:
-                offset = family.startswith("gemma") and family not in variants_gemma4.FAMILIES
+                offset = family.startswith("gemma") and family not in GEMMA4_FAMILIES
                 torch.nn.init.normal_(tensor, mean=0.0 if offset else 1.0, std=0.2)
-        if family in variants_gemma4.FAMILIES:
-            variants_gemma4.fill(model)
+        if family in GEMMA4_FAMILIES:
+            variants_llama_like.fill_gemma4(model)
     return model.to(dtype).eval()
 
 
@@ -247,3 +249,37 @@ def tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     return tokenizer
+
+
+# A model of one layer, whose embedding and head are half a tebibyte each in 16 bits.
+SPARSE: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 2**15, "head_dim": 16, "intermediate_size": 32,
+}  # fmt: skip
+SPARSE_WORDS = 2**23
+
+
+def save_sparse(folder: Path) -> Path:
+    """Save a model that is larger than any machine's memory: files with valid headers, and holes for values."""
+    save_checkpoint(folder, dtype=torch.bfloat16, tokenizer=True, **SPARSE)
+    config = json.loads((folder / "config.json").read_text())
+    shapes = {}
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 - safe_open offers no iteration
+            rows, *columns = opened.get_slice(name).get_shape()
+            shapes[name] = (SPARSE_WORDS if rows == config["vocab_size"] else rows, *columns)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": SPARSE_WORDS}))
+    write_sparse(folder / "model.safetensors", shapes)
+    return folder
+
+
+def write_sparse(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    at, header = 0, {}
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    file.unlink(missing_ok=True)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + at)

@@ -40,7 +40,6 @@ def started_server(
     """
     command = [*under, *COMMAND, "serve", "--port", "0", "--policy", "fixed", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**variables))
-    assert process.stderr is not None
     reader = threading.Thread(target=process.stderr.read, daemon=True)
     try:
         said = ""

@@ -54,7 +54,6 @@ def compile_anew(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> 
 
 def _compiled(folder: Path) -> ctypes.CDLL:
     command = building.compiler()
-    assert command is not None
     return compilation._build(command, folder / "kernels.so", compilation._level_of(command))
 
 
@@ -110,7 +109,6 @@ class Defects:
 
     def _switched(self, function: str, numbers: list[int]) -> str:
         found = FUNCTION.match(function)
-        assert found is not None
         given = ", ".join(re.findall(r"(\w+)(?=,|$)", found["parameters"]))
         head = f"{found['type']}{found['name']}({found['parameters']}) {{\n"
 

@@ -15,11 +15,8 @@ from foredraft import LLM
 from foredraft.model.runner import compiled
 from tests.support.adapters import save_adapter
 from tests.support.assistants import save_assistant, save_target
-from tests.support.blocks import save_block
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
-from tests.support.eagle import save_eagle
 from tests.support.heads import save_head
-from tests.support.medusa import save_medusa
 
 DRAFT = 4  # tokens of a draft
 WORDS = 384  # of the vocabulary
@@ -53,10 +50,10 @@ def save_models(folder: Path) -> Path:
     _save_spoilt(target, folder / "small")
     save_checkpoint(folder / "other", seed=3, **{**keys, "num_hidden_layers": 1}, vocab_size=300)
     save_head(folder / "head", "speculators", WORDS, draft_vocab=200, config=AUX)
-    save_eagle(folder / "eagle", "eagle-2", WORDS)
-    save_medusa(folder / "medusa", "vllm", WORDS)
-    save_block(folder / "dflash", "speculators", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
-    save_block(folder / "dspark", "gated", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
+    save_head(folder / "eagle", "eagle-2", WORDS)
+    save_head(folder / "medusa", "vllm", WORDS)
+    save_head(folder / "dflash", "block speculators", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
+    save_head(folder / "dspark", "block gated", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
     save_adapter(target, folder / "adapter")
     for kind, name in (("shared", "gemma4"), ("unified", "gemma4-unified")):
         own = save_target(folder / name, kind, WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)

@@ -135,7 +135,6 @@ class Coin:
         return Coin(self.noise, self.keys, self.purpose, self.columns, q)
 
     def __lt__(self, p: Tensor) -> Tensor:
-        assert self.q is not None
         kept: list[list[int]] = []
         bits = self.keys.bits(self.purpose)[:, self.columns]
         rows = [each.tolist() for each in (self.keys.base, self.q.double(), p.double(), bits)]

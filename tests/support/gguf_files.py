@@ -1,7 +1,7 @@
 """Write tiny checkpoints as GGUF files with the `gguf` package's own writer and names.
 
-Tensors are reordered and shifted as convert_hf_to_gguf.py of llama.cpp does it: the rows of Llama's q and k, and
-Gemma's norms plus one.
+Keys are named, and tensors reordered and shifted, as convert_hf_to_gguf.py of llama.cpp does it: the rows of Llama's q
+and k, for instance, and Gemma's norms plus one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,21 @@ from safetensors.torch import load_file, save_file
 from foredraft.model.safetensors_file import SafetensorsFile
 
 # model_type -> the file's, where they differ
-ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "gpt_neox": "gptneox",
+    "ministral3": "mistral3", "olmo3": "olmo2", "phi": "phi2",
+}  # fmt: skip
+# families with other norms and positions
+NORMS = ("cohere2", "exaone4", "glm4", "gpt2", "gpt_neox", "olmo2", "olmo3", "phi", "stablelm", "starcoder2")
 REORDERED = ("granite", "llama", "mistral3", "smollm3")  # `undo_permute` of the converter's classes
+SHIFTED = ("gemma", "gemma2", "gemma3")  # whose norms add one
+TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # of GPT-2
+EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+SPELLED = {
+    "max_position_embeddings": "n_positions", "hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 CONTROL, NORMAL, USER_DEFINED, UNUSED = map(
     gguf.TokenType.__getitem__, "CONTROL NORMAL USER_DEFINED UNUSED".split()
 )
@@ -37,26 +50,37 @@ def write_gguf(
     tensors: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda tensors: tensors,
     edit: Edit = lambda writer: None,
     most_tensors: int = 0,
+    **keys: Any,
 ) -> Path:
     """Write a checkpoint folder as a GGUF file, and return it, or its first part of `most_tensors`.
 
     `kind` is the type of the matrices, or types by a part of the name in the file (F32 for the others); `pre` the name of
-    the tokenizer's rule for words. `tensors` changes the tensors, and `edit` the metadata.
+    the tokenizer's rule for words. `tensors` changes the tensors, `edit` the metadata, and `keys` those of config.json.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _config_of(folder)
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most_tensors)
-    add_sizes(writer, config)
+    add_sizes(writer, {**config, **keys})
     if vocabulary and (folder / "tokenizer.json").is_file():
         add_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config, pre)
     edit(writer)
 
     def kind_of(name: str, values: np.ndarray) -> str:
         wanted = kind if isinstance(kind, str) else next((kind[part] for part in kind if part in name), "F32")
-        return wanted if values.ndim > 1 else "F32"
+        return wanted if values.ndim > 1 and "position" not in name else "F32"
 
     write_tensors(writer, tensors(dict(converted(folder, config, architecture))), kind_of)
     return writer.format_shard_names(file)[0]
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return config.json with the usual names of sizes; heads of layers with full attention by their older keys."""
+    config = json.loads((folder / "config.json").read_text())
+    if "layer_types" in config and config["model_type"].startswith("gemma4"):
+        full = config.pop("per_layer_config", {}).get(str(config["layer_types"].index(FULL)), {})
+        config["global_head_dim"] = full.get("head_dim", config["head_dim"])
+        config["num_global_key_value_heads"] = full.get("num_key_value_heads", config["num_key_value_heads"])
+    return {**config, **{key: config[own] for key, own in SPELLED.items() if own in config}}
 
 
 def write_tensors(
@@ -119,43 +143,78 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    add_common(writer, config)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"] == "llama":
-        writer.add_rope_dimension_count(head_dim)
-    if config["model_type"] in ("gemma2", "gemma3_text"):
-        writer.add_sliding_window(config["sliding_window"])
-    if config["model_type"] == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    _add_rope(writer, config)
-
-
-def add_common(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    kind, heads = config["model_type"], config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    if (own := next((key for key in EPSILONS if key in config), None)) is not None:
+        writer.add_layer_norm_eps(config[own])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if kind.startswith("gemma4"):
+        _add_gemma4(writer, config)
+        return
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    if "num_key_value_heads" in config:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    head_dim, window = config.get("head_dim") or config["hidden_size"] // heads, config.get("sliding_window")
+    if kind not in NORMS:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_vocab_size(config["vocab_size"])
+    if kind == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    if kind in ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3") and window is not None:
+        writer.add_sliding_window(window)
+    if kind in ("exaone4", "olmo3") and window is not None:
+        writer.add_sliding_window_pattern([each == SLIDING for each in config["layer_types"]])
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
+    _add_rope(writer, config.get("rope_parameters") or {}, kind, head_dim)
 
 
-def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    rope = config["rope_parameters"]
-    if "full_attention" in rope:
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-        rope = rope["full_attention"]
+def _add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any], kind: str, head_dim: int) -> None:
+    if not rope:
+        return
+    if FULL in rope:
+        if kind not in NORMS:
+            writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
+        rope = rope[FULL]
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind in NORMS and "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    windowed = [kind == SLIDING for kind in config["layer_types"]]
+    layers, shared, inner = len(windowed), config["num_kv_shared_layers"], config["intermediate_size"]
+    wide = [inner * (1 + (layer >= layers - shared)) for layer in range(layers)]
+    writer.add_feed_forward_length(wide if config.get("use_double_wide_mlp") else inner)
+    heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
+    writer.add_head_count_kv([heads[not each] for each in windowed] if heads[0] != heads[1] else heads[0])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config["global_head_dim"])
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa):
+        add(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"][FULL]["rope_theta"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"][SLIDING]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
 def add_byte_level(
@@ -181,24 +240,33 @@ def add_byte_level(
 
 def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     names = names_of(architecture, config["num_hidden_layers"])
-    heads, tied = heads_of(config, architecture), config.get("tie_word_embeddings", False)
+    tied = config.get("tie_word_embeddings", architecture == "gemma4")
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tied and name == "lm_head.weight":
             continue
-        values = tensor.float().numpy()
-        own = named(names, name)
-        if (part := name.split(".")[-2]) in heads:
-            values = permuted(values, heads[part])
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        values, stored = tensor.float().numpy(), f"{name}.weight" if name.endswith("layer_scalar") else name
+        if (heads := heads_of(config, architecture, name)) is not None:
+            values = permuted(values, heads)
+        if architecture in SHIFTED and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        yield own, values
-    if config["rope_parameters"].get("rope_type") == "llama3":
+        if architecture == "gpt2" and name.endswith(TRANSPOSED):
+            values = np.ascontiguousarray(values.T)
+        if "query_key_value" in name:
+            split = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            values = split.swapaxes(0, 1).reshape(values.shape)
+        yield named(names, stored), values
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(config)
+    if architecture == "gemma4":
+        half = config["global_head_dim"] // 2
+        turning = int(half * config["rope_parameters"][FULL]["partial_rotary_factor"])
+        yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), dtype=np.float32)
 
 
-def heads_of(config: Mapping[str, Any], architecture: str) -> dict[str, int]:
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    return heads if architecture in REORDERED else {}
+def heads_of(config: Mapping[str, Any], architecture: str, name: str) -> int | None:
+    """Return the heads of a matrix whose rows the converter reorders."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    return heads.get(name.split(".")[-2]) if architecture in REORDERED else None
 
 
 def names_of(architecture: str, layers: int) -> gguf.TensorNameMap:
@@ -232,20 +300,20 @@ def rope_factors(config: Mapping[str, Any]) -> np.ndarray:
 def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
     """Copy a checkpoint folder with the weights that the package reads from a GGUF file of it."""
     other.mkdir()
-    config = json.loads((folder / "config.json").read_text())
+    config = _config_of(folder)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     names = names_of(architecture, config["num_hidden_layers"])
-    heads, weights = heads_of(config, architecture), {}
+    weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if (own := named(names, name)) not in stored:
             weights[name] = tensor
             continue
         values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type).reshape(tensor.shape)
-        if (part := name.split(".")[-2]) in heads:
-            split = values.reshape(heads[part], -1, 2, *values.shape[1:])
+        if (heads := heads_of(config, architecture, name)) is not None:
+            split = values.reshape(heads, -1, 2, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture in SHIFTED and name.endswith("norm.weight"):
             values = values - np.float32(1)
         weights[name] = torch.from_numpy(values.copy())
     save_file(weights, other / "model.safetensors")
@@ -256,7 +324,7 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
 
 def write_sparse_gguf(folder: Path, file: Path) -> Path:
     """Write the header of a checkpoint's GGUF file in F16, with a hole in place of the values."""
-    config = json.loads((folder / "config.json").read_text())
+    config = _config_of(folder)
     names = names_of("llama", config["num_hidden_layers"])
     writer, size = gguf.GGUFWriter(file, "llama"), 0
     add_sizes(writer, config)

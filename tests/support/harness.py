@@ -31,7 +31,6 @@ from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from tests.support import parts
 from tests.support.forking import PREDICTED, ForkingNoise
-from tests.support.loaded import engine_of
 from tests.support.tabular import Table, Tabular, TokenCache
 from tests.support.vocab_ops_choice import PRESENT
 
@@ -48,15 +47,6 @@ CONFIG: dict[str, Any] = {  # of a model of the size of a table, for drafters th
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 2, "num_attention_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
-
-
-def forking_engine(
-    llm: Any, cache: Any, policy: Policy, drafters: list[Drafter], noise: Any
-) -> ForkingEngine:
-    loaded = engine_of(llm)
-    given = {"vocabulary": loaded.vocabulary, "vocab_ops": loaded.vocab_ops}
-    by_name = {drafter.name: drafter for drafter in drafters}
-    return ForkingEngine(loaded.target, cache, policy, by_name, noise=noise, **given)
 
 
 class ForkingEngine(Engine):
@@ -208,7 +198,6 @@ def make_engine(
 
 def of_the_table(name: str, target: Tabular, cache: TokenCache, rows: int, positions: int) -> Drafter:
     asset = KINDS[name].asset
-    assert asset is not None
     spec = ModelSpec.from_hf({**CONFIG, "vocab_size": target.vocabulary})
     search = AssetSearch(
         target=Checkpoint(ModelSource(Path("tabular")), spec, None, torch.float32),

@@ -1,28 +1,24 @@
-"""Save tiny random EAGLE-3 heads in the formats of the projects that publish them, and define their logits.
-
-The definition is plain float64: whole attention matrices, one draft at a time, the files read anew. It shares no
-code with the library.
-"""
+"""Save tiny random heads in the formats of the projects that publish them, in safetensors or, as llama.cpp does, GGUF."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foredraft.drafters.heads.configs import read_eagle3
-from foredraft.train.head_students import Eagle3Student
-from foredraft.train.target import FrozenTarget
+from tests.support.gguf_files import permuted, quantised, write_tensors
 
 LAYERS = 7  # of the targets: the default auxiliary layers are 2, 3, 4
+AUX = [2, LAYERS // 2, LAYERS - 3]
 D, HEADS, KV_HEADS, INNER, DRAFT_VOCAB = 64, 4, 2, 80, 6
+BLOCK, RANK, HEAD_DIM = 4, 5, 24  # of DFlash and DSpark heads
 FILE = "model.safetensors"
 NORMS = ("input", "post_attention")  # of a layer
 BODY: dict[str, Any] = {
@@ -30,21 +26,97 @@ BODY: dict[str, Any] = {
     "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "max_position_embeddings": 2048, "hidden_act": "silu",
 }  # fmt: skip
-# format -> what differs: flags of the config, keys of the body, and what lies among the tensors
-FORMATS: dict[str, dict[str, Any]] = {
-    "safeailab": {"draft_vocab": DRAFT_VOCAB, "t2d": True},
-    "specforge": {"draft_vocab": DRAFT_VOCAB, "eagle": [1, 2, 4]},
-    "residual": {"draft_vocab": DRAFT_VOCAB, "flags": {"norm_before_residual": True}},
-    "whole": {"flags": {"norm_before_fc": True}, "head": False},
-    "speculators": {
-        "spec": True, "draft_vocab": DRAFT_VOCAB, "t2d": True, "embedding": True, "aux": [1, 3, 6],
-        "flags": {"norm_before_residual": True},
+BLOCK_BODY = {**BODY, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD_DIM}
+SLIDING = {
+    "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+AUX_IDS, BLOCK_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+QWEN3 = {"model_type": "qwen3", "head_dim": HEAD_DIM}
+DEEPSPEC = {
+    "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": 9, "num_anchors": 64,
+    "target_layer_ids": [-1, 2, 4], "markov_rank": RANK, "markov_head_type": "vanilla",
+    "enable_confidence_head": True, "confidence_head_with_markov": True, "num_target_layers": LAYERS,
+}  # fmt: skip
+SCALED = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
+SMALLER: dict[str, Any] = {"draft_vocab": DRAFT_VOCAB}
+MAPPED = {**SMALLER, "t2d": True}
+WITH_EMBEDDING = {**MAPPED, "embedding": True}
+# drafter -> format -> keys beside those of the body ("spec": in the way of speculators), and of the body, its own section
+# of the config, and what lies among the tensors
+BY_DRAFTER: dict[str, dict[str, dict[str, Any]]] = {
+    "eagle3": {
+        "safeailab": MAPPED,
+        "specforge": {**SMALLER, "keys": {"eagle_config": {"use_aux_hidden_state": True, AUX_IDS: [1, 2, 4]}}},
+        "residual": {**SMALLER, "keys": {"norm_before_residual": True}},
+        "whole": {"keys": {"norm_before_fc": True}, "head": False},
+        "speculators": {**WITH_EMBEDDING, "spec": {"norm_before_residual": True, AUX_IDS: [1, 3, 6]}},
+        "qwen3": {
+            **WITH_EMBEDDING, "spec": {"norm_output": True, "fc_norm": True, AUX_IDS: [2, 4, 5, 7]}, "body": QWEN3,
+        },
+        "deep": {**SMALLER, "spec": {AUX_IDS: None}, "body": {"num_hidden_layers": 2, "attention_bias": True}},
     },
-    "qwen3": {
-        "spec": True, "draft_vocab": DRAFT_VOCAB, "t2d": True, "embedding": True, "aux": [2, 4, 5, 7],
-        "flags": {"norm_output": True, "fc_norm": True}, "body": {"model_type": "qwen3", "head_dim": 24},
+    "eagle": {
+        "eagle-1": {"bias": True, "embedding": True},
+        "eagle-2": {"keys": {"bias": False, "qkv_bias": True, "num_hidden_layers": 2}},
     },
-    "deep": {"spec": True, "draft_vocab": DRAFT_VOCAB, "body": {"num_hidden_layers": 2, "attention_bias": True}},
+    "medusa": {
+        "fasterdecoding": {"heads": 4, "blocks": 1, "keys": {"medusa_num_heads": 5, "medusa_num_layers": 1}},
+        "vllm": {
+            **SMALLER, "heads": 3, "blocks": 2,
+            "keys": {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 3},
+        },
+        "one output": {
+            "heads": 5, "blocks": 1, "keys": {"architectures": ["MedusaModel"], "original_lm_head": True},
+        },
+    },
+    "dflash": {
+        "block z-lab": {
+            "keys": {"architectures": ["DFlashDraftModel"], "block_size": BLOCK},
+            "section": {"mask_token_id": 7, "target_layer_ids": [0, 2, 5]},
+        },
+        "block scaled": {
+            "keys": {"architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS},
+            "body": {**SLIDING, "attention_bias": True},
+            "section": {"mask_token_id": 4, "block_size": BLOCK, **SCALED},
+        },
+        "block speculators": {**MAPPED, "spec": {BLOCK_IDS: [1, 3, 6]}, "body": SLIDING, "head": True},
+        "block anchored": {
+            **SMALLER, "body": SLIDING,
+            "spec": {BLOCK_IDS: [2, 7], "sample_from_anchor": True, "sliding_window_non_causal": True},
+        },
+    },
+    "dspark": {
+        "block deepspec": {"head": True, "embedding": True, "keys": DEEPSPEC},
+        "block gated": {
+            **SMALLER, "head": True, "spec": {BLOCK_IDS: [1, 4], "markov_rank": RANK, "markov_head_type": "gated"},
+        },
+        "block rnn": {
+            "spec": {
+                BLOCK_IDS: [2, 5], "markov_rank": RANK, "markov_head_type": "rnn", "sample_from_anchor": False,
+            },
+        },
+    },
+}  # fmt: skip
+FORMATS = {
+    name: {"of": drafter, **form} for drafter, forms in BY_DRAFTER.items() for name, form in forms.items()
+}
+# of a GGUF file: the format of the same head in safetensors, what its config says otherwise, and the type of matrices
+FILES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gguf": ("residual", {}, "F32"),
+    "gguf whole": ("whole", {}, "Q8_0"),
+    "block gguf": ("block z-lab", {"is_causal": False, **SLIDING}, "F32"),
+    "block gguf reduced": ("block speculators", {"sliding_window_non_causal": True}, "F32"),
+    "block gguf with a bias": ("block deepspec", {}, "Q8_0"),
+}
+FORMATS |= {name: FORMATS[plain] for name, (plain, *_) in FILES.items()}
+COMMON: dict[str, dict[str, Any]] = {  # keys of a config in the way of the first project
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", "bos_token_id": 1,
+        "tie_word_embeddings": False,
+    },
+    "eagle": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"},
+    "block": {"dtype": "float32", "tie_word_embeddings": False},
 }  # fmt: skip
 
 
@@ -78,16 +150,87 @@ class Drawn:
         self.weights(INNER, size, of=[f"{name}.mlp.{each}_proj.weight" for each in ("gate", "up")])
         self.weights(size, INNER, of=f"{name}.mlp.down_proj.weight")
 
+    def some_ids(self, vocabulary: int, count: int) -> Tensor:
+        return torch.randperm(vocabulary, generator=self.random)[:count].sort().values
+
     def outputs(self, form: dict[str, Any], vocabulary: int, draft_vocab: int) -> None:
-        if form.get("head"):
+        if form.get("head", form["of"] == "eagle3"):
             self.weights(draft_vocab, D, of="lm_head.weight", scale=2)
         if form.get("embedding"):
             self.weights(vocabulary, D, of="embed_tokens.weight")
         if draft_vocab != vocabulary:
-            ids = torch.randperm(vocabulary, generator=self.random)[:draft_vocab].sort().values
+            ids = self.some_ids(vocabulary, draft_vocab)
             self.tensors["d2t"] = ids - torch.arange(draft_vocab)
             if form.get("t2d"):
                 self.tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def _of_eagle3(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outputs: int, size: int) -> None:
+    body, keys = body_of(config), form.get("spec", form.get("keys", {}))
+    aux_layers = keys.get("eagle_config", keys).get(AUX_IDS) or range(3)
+    drawn.weights(D, len(aux_layers) * size, of="fc.weight")
+    drawn.norms(D, of="norm")
+    if keys.get("norm_before_fc"):
+        drawn.norms(len(aux_layers) * size, of="input_norm")
+    if keys.get("fc_norm"):
+        drawn.norms(size, of=[f"fc_norm.{place}" for place in range(len(aux_layers))])
+    first = "layers.0" if "spec" in form else "midlayer"
+    drawn.norms(D, of=f"{first}.hidden_norm")
+    for index in range(body["num_hidden_layers"]):
+        name, entering = (f"layers.{index}", D) if index else (first, 2 * D)
+        drawn.layer(name, body, entering, NORMS)
+    drawn.outputs(form, body["vocab_size"], outputs)
+
+
+def _of_eagle(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outputs: int, size: int) -> None:
+    drawn.weights(size, 2 * size, of="fc.weight")
+    if form.get("bias"):
+        drawn.weights(size, of="fc.bias")
+    if form.get("embedding"):
+        drawn.weights(config["vocab_size"], size, of="embed_tokens.weight")
+    for index in range(form.get("keys", {}).get("num_hidden_layers", 1)):
+        drawn.layer(f"layers.{index}", config, size, NORMS if index else NORMS[1:])
+
+
+def _of_medusa(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outputs: int, size: int) -> None:
+    vocabulary, original = config["vocab_size"], "medusa_num_heads" in form["keys"]
+    for head in range(form["heads"]):
+        for block in range(form["blocks"]):
+            name = f"{head}.{block}.linear" if original else f"blocks.{head}.layers.{block}"
+            drawn.weights(size, size, of=f"{name}.weight")
+            if original:
+                drawn.weights(size, of=f"{name}.bias")
+        name = f"{head}.{form['blocks']}" if original else f"lm_heads.{head}"
+        drawn.weights(outputs, size, of=f"{name}.weight", scale=2)
+    if outputs != vocabulary:
+        drawn.tensors["token_map"] = drawn.some_ids(vocabulary, outputs)
+
+
+def _of_block(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outputs: int, size: int) -> None:
+    body, own = body_of(config), {**config, **config.get("dflash_config", {})}
+    rank, vocabulary = own.get("markov_rank", 0), body["vocab_size"]
+    aux_layers = own.get(BLOCK_IDS) or own.get("target_layer_ids") or range(2)
+    drawn.weights(D, len(aux_layers) * size, of="fc.weight")
+    drawn.norms(D, of=["norm", "hidden_norm"])
+    for index in range(body["num_hidden_layers"]):
+        drawn.layer(f"layers.{index}", body, D, NORMS)
+    drawn.outputs(form, vocabulary, outputs)
+    if rank:
+        drawn.weights(vocabulary, rank, of="markov_head.markov_w1.weight", scale=2)
+        drawn.weights(outputs, rank, of="markov_head.markov_w2.weight", scale=2)
+    parts = {
+        "gated": ("markov_head.gate_proj", rank, D + rank),
+        "rnn": ("markov_head.joint_proj", 3 * rank, 2 * rank + D),
+        "vanilla": ("confidence_head.proj", 1, D + rank),  # which the format with this one has
+    }
+    if own.get("markov_head_type") in parts:
+        name, rows, columns = parts[own["markov_head_type"]]
+        drawn.weights(rows, columns, of=f"{name}.weight")
+        drawn.weights(rows, of=f"{name}.bias")
+
+
+def body_of(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("transformer_layer_config", config)
 
 
 def speculators_config(algorithm: str, tokens: int, body: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -102,191 +245,148 @@ def speculators_config(algorithm: str, tokens: int, body: dict[str, Any], **keys
     }  # fmt: skip
 
 
-def write_head(folder: Path, config: Any, tensors: Mapping[str, Tensor | None], file: str = FILE) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, folder / file)
-    return folder
+def _config_of(
+    form: dict[str, Any], vocabulary: int, outputs: int, size: int, section: dict[str, Any]
+) -> dict[str, Any]:
+    block = form["of"] in ("dflash", "dspark")
+    body = {**(BLOCK_BODY if block else BODY), "vocab_size": vocabulary, **form.get("body", {})}
+    if "spec" in form:
+        own = {"block_size": BLOCK, "mask_token_id": 7} if block else {}
+        own["architectures"] = ["AnySpeculator" if block else "Eagle3Speculator"]
+        own |= {"draft_vocab_size": outputs, **form["spec"]}
+        return speculators_config(form["of"], 3 if block else 4, body, **own)
+    if form["of"] == "medusa":
+        return dict(form["keys"])
+    sizes = {"eagle3": {"draft_vocab_size": outputs}, "eagle": {"hidden_size": size}}.get(form["of"], {})
+    written = {**body, **COMMON["block" if block else form["of"]], **form.get("keys", {}), **sizes}
+    if inner := {**form.get("section", {}), **section}:
+        written["dflash_config"] = {key: value for key, value in inner.items() if value is not None}
+    return written
+
+
+LAYER = {  # the names of a layer's tensors
+    "hidden_norm": "attn_norm_2", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+OUTER = {
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
+    "input_norm": "enc.output_norm", "hidden_norm": "enc.output_norm", "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+}  # fmt: skip
 
 
 def save_head(
-    folder: Path,
+    place: Path,
     format: str,
     vocabulary: int,
     *,
-    seed: int = 0,
     draft_vocab: int | None = None,
-    target_size: int = D,
-    tensors: dict[str, Tensor] | None = None,
+    size: int = D,
     config: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
+    tensors: Any = None,
+    keys: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a head in one of FORMATS; `tensors` and `config` replace or add some, and a key of None is left out."""
-    form = FORMATS[format]
-    body = {**BODY, "vocab_size": vocabulary, **form.get("body", {})}
-    outputs = draft_vocab or form.get("draft_vocab", vocabulary)
-    flags, spec = form.get("flags", {}), form.get("spec")
-    if spec:
-        written = speculators_config(
-            "eagle3", 4, body, architectures=["Eagle3Speculator"], draft_vocab_size=outputs, **flags
-        )
-        written["eagle_aux_hidden_state_layer_ids"] = form.get("aux")
-    else:
-        written = {**body, "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", **flags}
-        written |= {"draft_vocab_size": outputs, "bos_token_id": 1, "tie_word_embeddings": False}
-        if aux_layers := form.get("eagle"):
-            written["eagle_config"] = {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": aux_layers,
-            }
-    written |= config or {}
-    drawn, aux_layers = Drawn(seed), form.get("eagle") or form.get("aux") or range(3)
-    drawn.weights(D, len(aux_layers) * target_size, of="fc.weight")
-    drawn.norms(D, of="norm")
-    if flags.get("norm_before_fc"):
-        drawn.norms(len(aux_layers) * target_size, of="input_norm")
-    if flags.get("fc_norm"):
-        drawn.norms(target_size, of=[f"fc_norm.{place}" for place in range(len(aux_layers))])
-    first = "layers.0" if spec else "midlayer"
-    drawn.norms(D, of=f"{first}.hidden_norm")
-    for index in range(body["num_hidden_layers"]):
-        name, entering = (f"layers.{index}", D) if index else (first, 2 * D)
-        drawn.layer(name, body, entering, NORMS)
-    drawn.outputs({"head": True, **form}, vocabulary, outputs)
-    kept = {key: value for key, value in written.items() if value is not None or spec}
-    return write_head(folder, kept, {**drawn.tensors, **(tensors or {})})
+    """Write a head in one of FORMATS, for a target's hidden size.
 
-
-class Weights(dict[str, Tensor]):
-    def __init__(self, folder: Path, eps: float = 0.0, tensors: Mapping[str, Tensor] | None = None) -> None:
-        [file] = folder.glob("*.safetensors")
-        super().__init__(tensors or {name: tensor.double() for name, tensor in load_file(file).items()})
-        self.eps = eps
-
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self[f"{name}.weight"]
-
-    def mlp(self, x: Tensor, layer: str) -> Tensor:
-        y = self.rms(x, f"{layer}.post_attention_layernorm")
-        gate, up, down = (self[f"{layer}.mlp.{each}_proj.weight"].T for each in ("gate", "up", "down"))
-        return x + (torch.nn.functional.silu(y @ gate) * (y @ up)) @ down
-
-    def projected(self, x: Tensor, name: str) -> Tensor:
-        return x @ self[f"{name}.weight"].T + self.get(f"{name}.bias", 0)
-
-
-def everywhere(logits: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    spread = torch.full((*logits.shape[:-1], vocabulary), -math.inf, dtype=torch.float64)
-    spread[..., ids] = logits
-    return spread
-
-
-def defined_logits(
-    folder: Path,
-    model: transformers.PreTrainedModel,
-    text: list[int],
-    drafted: list[int],
-    weights: dict[str, Tensor] | None = None,
-) -> Tensor:
-    """Return the logits [len(drafted) + 1, V] of a draft after `text`, in float64; ids outside the draft vocabulary have -inf.
-
-    `text` ends with the pending token and has two at least.
+    `config`, its `section` and `tensors` replace, add or, by None, drop some. Of a GGUF file, beside which the folder
+    `plain_of` it has the same head in safetensors, `keys` are those of the architecture, and `tensors` may be a function
+    that changes the tensors by their names in the file.
     """
-    config = json.loads((folder / "config.json").read_text())
-    body = config.get("transformer_layer_config", config)
-    w = Weights(folder, body["rms_norm_eps"], weights)
-    aux_layers = config.get("eagle_aux_hidden_state_layer_ids")
-    if "eagle_config" in config:
-        aux_layers = [layer + 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-    if aux_layers is None:
-        aux_layers = [2, LAYERS // 2, LAYERS - 3]
-    own = aux_states_of(model, text)
-    joined = [own[k][:-1] for k in aux_layers]
-    if config.get("fc_norm"):
-        joined = [w.rms(x, f"fc_norm.{place}") for place, x in enumerate(joined)]
-    wide = torch.cat(joined, -1)
-    if config.get("norm_before_fc"):
-        wide = w.rms(wide, "input_norm")
-    states = list(wide @ w["fc.weight"].T)
-    embedding = w.get("embed_tokens.weight", model.model.embed_tokens.weight.detach())
-    head = w.get("lm_head.weight", model.lm_head.weight.detach())
-    found: list[Tensor] = []
-    first = "midlayer" if "midlayer.hidden_norm.weight" in w else "layers.0"
-    for step in range(len(drafted) + 1):
-        e, g = embedding[torch.tensor([*text[1:], *drafted[:step]])], torch.stack(states)
-        normed = w.rms(g, f"{first}.hidden_norm")
-        x = normed if config.get("norm_before_residual") else g
-        entering = torch.cat([w.rms(e, f"{first}.input_layernorm"), normed], -1)
-        for index in range(body["num_hidden_layers"]):
-            name = f"layers.{index}" if index else first
-            if index:
-                entering = w.rms(x, f"{name}.input_layernorm")
-            x = w.mlp(x + attention(w, f"{name}.self_attn", body, entering), name)
-        last = w.rms(x[-1], "norm")
-        states.append(last if config.get("norm_output") else x[-1])
-        found.append(head @ last)
-    model.float()
-    logits = torch.stack(found)
-    if "d2t" in w:
-        logits = everywhere(logits, torch.arange(len(w["d2t"])) + w["d2t"].long(), body["vocab_size"])
-    return logits
+    if format in FILES:
+        head = {"draft_vocab": draft_vocab, "size": size, "config": config or {}, "section": section}
+        head["tensors"], change = (None, tensors) if callable(tensors) else (tensors, lambda arrays: None)
+        return _save_file(place, format, vocabulary, head, keys or {}, change)
+    form = FORMATS[format]
+    outputs = draft_vocab or form.get("draft_vocab", vocabulary)
+    written = _config_of(form, vocabulary, outputs, size, section or {}) | (config or {})
+    seeded = {"eagle": (2, 1.0), "medusa": (1,)}  # states of EAGLE recur without a norm
+    drawn = Drawn(*seeded.get(form["of"], (0,)))
+    draw = {"eagle3": _of_eagle3, "eagle": _of_eagle, "medusa": _of_medusa}.get(form["of"], _of_block)
+    draw(drawn, form, {"vocab_size": vocabulary, **written}, outputs, size)
+    kept = {key: value for key, value in written.items() if value is not None or "spec" in form}
+    file = "medusa_lm_head.safetensors" if "medusa_num_heads" in written else FILE
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(kept))
+    stored = {**drawn.tensors, **(tensors or {})}
+    save_file({name: t.contiguous() for name, t in stored.items() if t is not None}, place / file)
+    return place
 
 
-def aux_states_of(model: transformers.PreTrainedModel, text: list[int]) -> dict[int, Tensor]:
-    """Return the target's states [n, D] of a text after each number of layers, in float64; the model becomes float64."""
-    model.double()
-    states: dict[int, Tensor] = {}
-
-    def keep(place: int) -> Any:
-        def kept(layer: Any, given: Any, out: Any) -> None:
-            states[place] = (out if isinstance(out, Tensor) else out[0]).reshape(len(text), -1)
-
-        return kept
-
-    hooks = [layer.register_forward_hook(keep(place)) for place, layer in enumerate(model.model.layers, 1)]
-    with torch.no_grad():
-        states[0] = model.model.embed_tokens(torch.tensor(text))
-        model(torch.tensor([text]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return states
+def plain_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}-plain")
 
 
-def last_states(model: transformers.PreTrainedModel, text: list[int]) -> Tensor:
-    """Return the target's last states [n - 1, D] of a text without its pending token, in float64, as the model then is."""
-    with torch.no_grad():
-        states: Tensor = model.double().model(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
-    return states
+def _save_file(
+    file: Path, format: str, vocabulary: int, head: dict[str, Any], keys: dict[str, Any], change: Any
+) -> Path:
+    plain, config, kind = FILES[format]
+    block = plain.startswith("block")
+    body = {**(BLOCK_BODY if block else BODY), "vocab_size": vocabulary}
+    if plain == "block speculators":  # without windows, which reach back from the anchor there
+        config = {**config, "transformer_layer_config": body}
+    folder = save_head(plain_of(file), plain, vocabulary, **{**head, "config": {**config, **head["config"]}})
+    told = json.loads((folder / "config.json").read_text())
+    told = {**told, **told.get("dflash_config", {})}
+    flags = ("norm_before_residual", "norm_before_fc")
+    own: dict[str, Any] = {flag: True for flag in flags if told.get(flag)}
+    own |= {"target_layers": AUX, "target_hidden_size": D}
+    if block:
+        layers = told.get(BLOCK_IDS) or [layer + 1 for layer in told["target_layer_ids"]]
+        own = {"target_layers": layers, "block_size": BLOCK}
+        own |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
+    if "layer_types" in told:
+        own["attention.sliding_window"] = told["sliding_window"]
+        own["attention.sliding_window_pattern"] = [
+            each == "sliding_attention" for each in told["layer_types"]
+        ]
+    writer = gguf.GGUFWriter(file, architecture := "dflash" if block else "eagle3")
+    written = {
+        "context_length": body["max_position_embeddings"], "embedding_length": D, "block_count": body["num_hidden_layers"],
+        "feed_forward_length": INNER, "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": body["rms_norm_eps"], "rope.freq_base": body["rope_theta"],
+        "vocab_size": vocabulary, **own, **keys,
+    }  # fmt: skip
+    for key, value in written.items():
+        _add_value(writer, f"{architecture}.{key}", value)
+    _add_value(writer, "tokenizer.ggml.mask_token_id", told.get("mask_token_id"))
+    arrays = _arrays(folder / FILE, kind, permutes=not block)
+    change(arrays)
+    write_tensors(writer, arrays, lambda name, values: kind if _fits(values, kind) else "F32")
+    return file
 
 
-def rotated(y: Tensor, start: int, theta: float) -> Tensor:
-    dim = y.shape[-1]
-    places = torch.arange(start, start + len(y)).double()
-    angles = places[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
-    cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
-    return y * cos + torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1) * sin
+def _fits(values: Any, kind: str) -> bool:
+    size, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return values.ndim == 2 and values.shape[1] % size == 0
 
 
-def attention(w: Weights, name: str, body: dict[str, Any], x: Tensor) -> Tensor:
-    dim, n, theta = body.get("head_dim", D // HEADS), len(x), body["rope_theta"]
-    q, k, v = (w.projected(x, f"{name}.{each}_proj").view(n, -1, dim) for each in "qkv")
-    if body["model_type"] == "qwen3":
-        q, k = w.rms(q, f"{name}.q_norm"), w.rms(k, f"{name}.k_norm")
-    q, k = rotated(q, 0, theta), rotated(k, 0, theta)
-    outs = []
-    for head in range(HEADS):
-        own = head // (HEADS // KV_HEADS)
-        scores = q[:, head] @ k[:, own].T / math.sqrt(dim)
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
-        outs.append(scores.softmax(-1) @ v[:, own])
-    return w.projected(torch.cat(outs, -1), f"{name}.o_proj")
+def _arrays(plain: Path, kind: str, permutes: bool) -> dict[str, np.ndarray]:
+    """Round the matrices of a head in safetensors, and return its tensors by their names in a GGUF file."""
+    raw, stored = gguf.GGMLQuantizationType[kind], load_file(plain)
+
+    def rounded(t: Tensor) -> Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(quantised(t.numpy(), kind), raw).copy()).view(t.shape)
+
+    save_file({name: rounded(t) if _fits(t, kind) else t for name, t in stored.items()}, plain)
+    arrays: dict[str, np.ndarray] = {}
+    for name, t in stored.items():
+        part, _, end = name.replace("midlayer.", "layers.0.").rpartition(".")
+        if part.startswith("layers."):
+            _, index, part = part.split(".", 2)
+            heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KV_HEADS}.get(part) if permutes else None
+            values = t.float().numpy()
+            arrays[f"blk.{index}.{LAYER[part]}.{end}"] = values if heads is None else permuted(values, heads)
+        elif part in OUTER:
+            arrays[f"{OUTER[part]}.{end}"] = t.float().numpy()
+    if "d2t" in stored:
+        arrays["d2t"] = (stored["d2t"] + torch.arange(len(stored["d2t"]))).numpy()
+    return arrays
 
 
-def student_of(head: Path, target: FrozenTarget, steps: int, decay: float) -> Eagle3Student:
-    record = read_eagle3(head).record.for_target(target.spec, "the head")
-    stored = load_file(head / FILE)
-    ids = (stored["d2t"] + torch.arange(record.draft_vocab_size)).tolist() if "d2t" in stored else None
-    student = Eagle3Student(
-        record, target.decoder, target.head_weight, vocabulary=ids, steps=steps, decay=decay
-    )
-    student.own.fill(stored)
-    return student
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    if value is not None:
+        adds[type(value)](key, value)

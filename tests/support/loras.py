@@ -131,14 +131,12 @@ def _opened(base: Path, *loras: Path) -> Any:
 def peft_logits(base: Path, *loras: Path, tokens: Tensor) -> Tensor:
     """Return the logits [T, V] of tokens [1, T] by PEFT, with the LoRAs beside the model."""
     with quiet(), torch.inference_mode():
-        logits: Tensor = _opened(base, *loras)(tokens).logits[0]
-        return logits
+        return _opened(base, *loras)(tokens).logits[0]
 
 
 def peft_weights(base: Path, *loras: Path) -> dict[str, Tensor]:
     with quiet(), torch.inference_mode():
-        weights: dict[str, Tensor] = _opened(base, *loras).merge_and_unload().state_dict()
-        return weights
+        return _opened(base, *loras).merge_and_unload().state_dict()
 
 
 def edited(

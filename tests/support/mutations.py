@@ -130,8 +130,7 @@ def drawn_from_power_of_q(power: float) -> Mutation:
     def mutation(draw: Function) -> Function:
         def mutated(q: Distribution, *rest: Any) -> Tensor:
             probs = None if q.probs is None else q.probs**power
-            drawn: Tensor = draw(replace(q, probs=probs), *rest)
-            return drawn
+            return draw(replace(q, probs=probs), *rest)
 
         return mutated
 
@@ -192,7 +191,6 @@ def code_format_of_the_first(of_all: Function) -> Function:
 def scales_of_the_first_dtype(joined: Function) -> Function:
     def mutated(parts: list[Codes]) -> Codes:
         dtype = parts[0].scales.dtype
-        made: Codes = joined([replace(part, scales=part.scales.to(dtype)) for part in parts])
-        return made
+        return joined([replace(part, scales=part.scales.to(dtype)) for part in parts])
 
     return mutated

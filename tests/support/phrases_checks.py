@@ -21,7 +21,6 @@ from foredraft.loading.inspection import inspect_models
 from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
 from tests.support.checkpoints import save_pair
-from tests.support.loaded import engine_of
 from tests.support.phrases import BYTES_PER_TOKEN, FILE
 from tests.support.serving import serving
 
@@ -30,6 +29,7 @@ LENGTH = 4  # tokens of a phrase
 PROMPT = "a b c"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
 DOCUMENT = ["--json", "--device", "cpu"]
+Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
-    def run(*words: object) -> tuple[int, Any, str]:
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that exits with this code; return its document or text, or, where it is refused, the error."""
+
+    def run(*words: object, code: int = 0) -> Any:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            raise SystemExit(main([*map(str, words)]))
+        exited = main([*map(str, words)])
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), json.loads(out) if out.startswith("{") else out, err
+        assert exited == code, err
+        return err if code == 2 else json.loads(out) if out.startswith("{") else " ".join(out.split())
 
     return run
 
@@ -66,7 +68,7 @@ def load(models: Path, **options: Any) -> foredraft.LLM:
 def test_load_takes_it(models: Path) -> None:
     with load(models, draft=models / "phrases", policy="fixed") as llm:
         assert llm.default_drafter == "phrases"
-        assert engine_of(llm).policy.max_draft == LENGTH - 1
+        assert llm.loaded.engine.policy.max_draft == LENGTH - 1
         params = (GREEDY.replace(drafter=name) for name in ("none", "phrases"))
         plain, drafted = (llm.generate([PROMPT, "x"], each) for each in params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
@@ -74,7 +76,7 @@ def test_load_takes_it(models: Path) -> None:
     assert stats[0].accepted > 0 and stats[1].drafted > stats[1].accepted
     assert all(output.lossless for output in drafted)
     with load(models, draft=models / "phrases") as llm:
-        assert llm.default_drafter == "auto" and "phrases" in engine_of(llm).drafters
+        assert llm.default_drafter == "auto" and "phrases" in llm.loaded.engine.drafters
         assert llm.requests.drafters(SamplingParams())[-1] == "phrases"
 
 
@@ -117,31 +119,26 @@ def test_the_memory_plan_counts_it(models: Path, monkeypatch: pytest.MonkeyPatch
     assert (longest(own // 2, draft=models / "phrases") or 0) < without
 
 
-def test_info_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
-    code, found, _ = run("info", models / "big", "--draft", models / "phrases", *DOCUMENT)
-    assert code == 0 and found["pair"] is None and len(found["models"]) == 1
+def test_info_takes_it(models: Path, run: Run) -> None:
+    found = run("info", models / "big", "--draft", models / "phrases", *DOCUMENT)
+    assert found["pair"] is None and len(found["models"]) == 1
     notes = {each["name"]: (each["at_hand"], each["note"]) for each in found["drafters"]}
     assert notes["phrases"] == (True, f"the phrases of {models / 'phrases'}")
-    code, text, _ = run("info", models / "big", "--device", "cpu")
-    assert code == 0
-    assert "phrases no phrases has no phrases for this model; give --draft," in " ".join(text.split())
+    text = run("info", models / "big", "--device", "cpu")
+    assert "phrases no phrases has no phrases for this model; give --draft," in text
 
 
-def test_generate_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
-    code, text, _ = run("generate", "--help-all")
-    assert code == 0 and "phrases: known phrases, word for word" in " ".join(text.split())
+def test_generate_takes_it(models: Path, run: Run) -> None:
+    assert "phrases: known phrases, word for word" in run("generate", "--help-all")
     own = ["generate", "--model", models / "big", "--draft", models / "phrases", "--temperature", "0"]
-    code, found, _ = run(*own, "--drafter", "phrases", *DOCUMENT, "a b c")
-    assert code == 0 and found["stats"]["drafted"] > 0
-    code, _, error = run(*own, "--drafter", "phrases", "--plan", "exit:1", "a b c")
-    assert code == 2 and "--plan has no effect with drafter phrases; leave it out" in error
-    code, _, error = run("generate", "--model", models / "big", "--drafter", "phrase", "a b c")
-    assert code == 2 and "phrases" in error
+    found = run(*own, "--drafter", "phrases", *DOCUMENT, "a b c")
+    assert found["stats"]["drafted"] > 0
+    error = run(*own, "--drafter", "phrases", "--plan", "exit:1", "a b c", code=2)
+    assert "--plan has no effect with drafter phrases; leave it out" in error
+    assert "phrases" in run("generate", "--model", models / "big", "--drafter", "phrase", "a b c", code=2)
 
 
-def test_bench_takes_it(
-    models: Path, tmp_path: Path, run: Callable[..., tuple[int, Any, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_takes_it(models: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (machine, "BYTES", 2**20),
         (machine, "TRIES", 2),
@@ -155,20 +152,19 @@ def test_bench_takes_it(
     monkeypatch.setattr(
         bench_run, "resolve", lambda name, *more: resolved.append(name) or resolve(name, *more)
     )
-    code, found, _ = run(*quick, "--draft", models / "phrases")
-    assert code == 0 and [row["contender"] for row in found["rows"]] == ["plain", "phrases"]
+    found = run(*quick, "--draft", models / "phrases")
+    assert [row["contender"] for row in found["rows"]] == ["plain", "phrases"]
     assert [model["role"] for model in found["models"]] == ["target"], "it is no whole model"
     assert resolved == [str(models / "big")], "other programs get no draft model"
-    code, _, error = run(*quick)
-    assert code == 2 and "phrases has no phrases for this model; give --draft" in error
+    assert "phrases has no phrases for this model; give --draft" in run(*quick, code=2)
 
 
-def test_verify_takes_it(models: Path, run: Callable[..., tuple[int, Any, str]]) -> None:
-    code, found, _ = run(
+def test_verify_takes_it(models: Path, run: Run) -> None:
+    found = run(
         "verify", "--model", models / "big", "--draft", models / "phrases", "--drafter", "phrases", "--tokens", "6",
-        "--samples", "40", "--seed", "3", "--max-batch", "8", *DOCUMENT, "a b c", "x",
+        "--samples", "40", "--seed", "3", "--max-batch", "8", *DOCUMENT, "a b c", "x", code=3,
     )  # fmt: skip
-    assert code == 3 and found["verdict"] == "inconclusive", "so few samples are weak evidence"
+    assert found["verdict"] == "inconclusive", "so few samples are weak evidence"
     assert found["about"]["drafters"] == ["phrases"]
     assert all(not identity["divergences"] for identity in found["identities"])
     assert any(test["drafted"] > test["accepted"] > 0 for test in found["tests"])

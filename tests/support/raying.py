@@ -30,7 +30,6 @@ class Cluster:
 
     def deploy(self, **options: Any) -> None:
         given = {"replicas": 2, "cpus": 0.5, "max_batch": 8, "load": MODEL, **self.model, **options}
-        assert self.driver.stdin is not None and self.driver.stdout is not None
         print(json.dumps(given), file=self.driver.stdin, flush=True)
         assert "up\n" in self.driver.stdout, "the application did not come up"  # after lines of Ray's
 
@@ -82,7 +81,6 @@ def cluster(**model: Any) -> Iterator[Cluster]:
             yield Cluster(f"http://127.0.0.1:{port}", client, driver, model)
         finally:
             started = children(driver.pid)
-            assert driver.stdin is not None
             driver.stdin.close()
             _, left = psutil.wait_procs([psutil.Process(driver.pid), *started], timeout=40)
             for process in left:

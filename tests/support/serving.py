@@ -22,7 +22,6 @@ from foredraft.serve.app import create_app
 from foredraft.serve.server import listen, make_server
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
-from tests.support.loaded import engine_of
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}# assistant:"
@@ -50,8 +49,8 @@ class Served:
             time.sleep(0.01)
 
     def idle(self) -> bool:
-        model = self.state.model
-        return engine_of(self.llm).scheduler.idle and model is not None and not model.limits.samples.total
+        engine, model = self.llm.loaded.engine, self.state.model
+        return engine.scheduler.idle and model is not None and not model.limits.samples.total
 
     def websocket(self, **options: Any) -> ClientConnection:
         return connect(self.url.replace("http", "ws") + "/v1/stream", **options)

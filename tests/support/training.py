@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from foredraft import LLM, SamplingParams
+from foredraft.drafters.heads.configs import read_eagle3
+from foredraft.train.head_students import Eagle3Student
 from foredraft.train.loop import acceptance, summarise
 from foredraft.train.target import Document, FrozenTarget
 from foredraft.train.training_checkpoints import TrainingCheckpoints
 from foredraft.tune.teacher_forced import ExpectedRounds
 from tests.support.checkpoints import TEXT, save_checkpoint
+from tests.support.heads import FILE
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {
@@ -96,3 +100,14 @@ def check_prediction(
     assert low - ends <= 0 <= high + ends, (predicted(range(count)), decoded(range(count)), low, high)
     assert decoded(range(count)) > 1.1
     assert summarise(runs, 0.0, 0.2).tau > 1
+
+
+def student_of(head: Path, target: FrozenTarget, steps: int, decay: float) -> Eagle3Student:
+    record = read_eagle3(head).record.for_target(target.spec, "the head")
+    stored = load_file(head / FILE)
+    ids = (stored["d2t"] + torch.arange(record.draft_vocab_size)).tolist() if "d2t" in stored else None
+    student = Eagle3Student(
+        record, target.decoder, target.head_weight, vocabulary=ids, steps=steps, decay=decay
+    )
+    student.own.fill(stored)
+    return student

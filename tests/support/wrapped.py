@@ -11,8 +11,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import GEMMA3, MISTRAL
-from tests.support.variants_gemma4 import BY_LAYER, GEMMA4, GEMMA4_UNIFIED, SHARED, fill
-from tests.support.variants_llama_like import MINISTRAL3, UNTIED
+from tests.support.variants_llama_like import (
+    BY_LAYER,
+    GEMMA4,
+    GEMMA4_UNIFIED,
+    MINISTRAL3,
+    SHARED,
+    UNTIED,
+    fill_gemma4,
+)
 
 OLDER, NEWER = "older", "newer"  # spellings
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -61,7 +68,7 @@ def save_wrapped(folder: Path, name: str, spelling: str = OLDER, **text: Any) ->
             if "norm" in parameter and tensor.dim() == 1:
                 torch.nn.init.normal_(tensor, mean=0.0 if name == "gemma3" else 1.0, std=0.2)
         if name.startswith("gemma4"):
-            fill(model)
+            fill_gemma4(model)
     model.float().eval().save_pretrained(folder)
     if spelling == NEWER:
         rename(folder, newer)

@@ -28,12 +28,10 @@ from foredraft.drafters.heads.configs import read_block, read_eagle3
 from foredraft.drafters.heads.settings import SETTINGS, HeadSettings, read_settings, write_settings
 from foredraft.loading.inspection import inspect_models
 from tests.parity.test_heads import KEYS, V
-from tests.support.blocks import BLOCK, FORMATS, save_block
 from tests.support.checkpoints import reference_model, save_checkpoint
-from tests.support.head_formats import FILE_FORMATS
-from tests.support.heads import save_head
+from tests.support.head_logits import defined_medusa
+from tests.support.heads import BLOCK, FORMATS, save_head
 from tests.support.loaded import engine_of
-from tests.support.medusa import defined_medusa, save_medusa
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import argument
 from tests.support.panics import raising
@@ -72,10 +70,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(folder: Path, format: str) -> Path:
     if format.startswith(BLOCK_OF):
-        return save_block(folder, format.removeprefix(BLOCK_OF), V)
+        return save_head(folder, format, V)
     config = {"far": {"rope_theta": 100.0}, "short": {"max_position_embeddings": 32}}.get(format)
     format = format if config is None else "safeailab"
-    return FILE_FORMATS[format].save(folder, format, V, config=config or {})
+    return save_head(folder, format, V, config=config or {})
 
 
 def texts() -> list[list[int]]:
@@ -116,7 +114,7 @@ def check_found(place: Path, folder: Path, name: str) -> None:
     assert found.improved == bool(true.given) == (head / SETTINGS).exists()
     assert found.best.sampled == pytest.approx((1.0,) * len(found.best.sampled), abs=1e-3)
     if format.startswith(BLOCK_OF):
-        assert found.drafter == FORMATS[format.removeprefix(BLOCK_OF)]["of"]
+        assert found.drafter == FORMATS[format]["of"]
         assert len(found.best.sampled) == SLOTS
         return
     assert found.best.tau > found.own.tau + 0.1
@@ -216,7 +214,7 @@ def test_a_setting_is_kept_elsewhere_for_a_head_that_cannot_be_written_to(
 
 
 def test_medusa_heads_are_measured_as_they_draft(place: Path, tmp_path: Path) -> None:
-    heads, target = save_medusa(tmp_path / "heads", "fasterdecoding", V), reference_model(**KEYS)
+    heads, target = save_head(tmp_path / "heads", "fasterdecoding", V), reference_model(**KEYS)
     llm = foredraft.load(place / "llama", draft=heads, dtype="float32", **LOAD)
     found, [text, _] = diagnose(llm.loaded, heads, texts()[:1]), texts()
     read = read_text(llm.loaded.runner, text, ())

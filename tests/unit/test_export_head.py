@@ -27,7 +27,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.parity.test_heads import KEYS
 from tests.support.checkpoints import save_checkpoint
-from tests.support.heads import FORMATS, save_head
+from tests.support.heads import BY_DRAFTER, save_head
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import argument
 
@@ -81,7 +81,7 @@ def check_drafts(target: Path, head: Path, other: Path) -> None:
 
 def saved(target: Path, folder: Path, source: str) -> Path:
     size = load_decoder(target, dtype=torch.float32).spec.hidden_size
-    return save_head(folder / "head", source, V, target_size=size)
+    return save_head(folder / "head", source, V, size=size)
 
 
 def check_same(target: Path, folder: Path, source: str, format: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def check_same(target: Path, folder: Path, source: str, format: str) -> dict[str
 
 
 @pytest.mark.parametrize("format", ["speculators", "specforge"])
-@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("source", BY_DRAFTER["eagle3"])
 def test_a_folder_drafts_with_the_same_bits(target: Path, tmp_path: Path, source: str, format: str) -> None:
     if format == "specforge" and source in ("qwen3", "speculators"):
         with pytest.raises(foredraft.ConfigError, match="is none that SGLang computes"):

@@ -19,15 +19,10 @@ from foredraft.drafters.heads.settings import HeadSettings, read_settings, write
 from foredraft.drafters.medusa import read_medusa
 from tests.parity.test_heads import KEYS, V
 from tests.support.checkpoints import reference_model
-from tests.support.eagle import save_eagle
-from tests.support.eagle3_gguf import AUX, save_gguf_head
 from tests.support.gguf_files import write_gguf
-from tests.support.head_formats import FILE_FORMATS
-from tests.support.heads import save_head
-from tests.support.hub_client import Client
-from tests.support.hub_server import Repository, serving
+from tests.support.heads import AUX, BY_DRAFTER, FORMATS, save_head
+from tests.support.hub_server import Client, Repository, serving
 from tests.support.loaded import engine_of
-from tests.support.medusa import FORMATS, save_medusa
 
 
 def check_refused(target: Path, head: Path, message: str, drafter: str | None = None) -> None:
@@ -148,8 +143,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_head_is_refused_in_one_line(target: Path, tmp_path: Path, name: str) -> None:
     format, given, message = BAD[name]
-    head = FILE_FORMATS[format].save(tmp_path / "head.gguf", format, **{"vocabulary": V, **given})
-    check_refused(target, head, message, FILE_FORMATS[format].drafter)
+    head = save_head(tmp_path / "head.gguf", format, **{"vocabulary": V, **given})
+    check_refused(target, head, message, FORMATS[format]["of"])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +157,7 @@ def test_a_bad_head_is_refused_in_one_line(target: Path, tmp_path: Path, name: s
     ],
 )
 def test_a_pickle_is_refused_and_never_read(target: Path, tmp_path: Path, format: str, file: str) -> None:
-    folder = FILE_FORMATS[format].save(tmp_path / "head", format, V)
+    folder = save_head(tmp_path / "head", format, V)
     (folder / "model.safetensors").unlink()
     if file == "medusa_lm_head.pt":
         (folder / "config.json").unlink()
@@ -183,13 +178,13 @@ def test_a_pickle_is_refused_and_never_read(target: Path, tmp_path: Path, format
 def test_a_head_of_another_kind_is_refused(
     target: Path, tmp_path: Path, format: str | None, drafter: str, message: str
 ) -> None:
-    head = target if format is None else FILE_FORMATS[format].save(tmp_path / "head", format, V)
+    head = target if format is None else save_head(tmp_path / "head", format, V)
     with pytest.raises(foredraft.ConfigError, match=message):
         foredraft.load(target, draft=head, drafter=drafter, device="cpu")
 
 
 def test_an_eagle_head_is_told_from_other_folders(target: Path, tmp_path: Path) -> None:
-    folder = save_eagle(tmp_path / "head", "eagle-1", V)
+    folder = save_head(tmp_path / "head", "eagle-1", V)
     assert is_eagle(folder) and read_eagle(folder).record.pair_fc
     assert not is_eagle(save_head(tmp_path / "eagle3", "safeailab", V)) and not is_eagle(target)
     whole = tmp_path / "whole"
@@ -200,7 +195,7 @@ def test_an_eagle_head_is_told_from_other_folders(target: Path, tmp_path: Path) 
 
 def test_a_gguf_head_is_told_from_a_model(target: Path, tmp_path: Path) -> None:
     keys = {"target_layers": None, "extract_layers": AUX}
-    file = save_gguf_head(tmp_path / "head.gguf", "gguf", V, keys=keys)
+    file = save_head(tmp_path / "head.gguf", "gguf", V, keys=keys)
     assert EAGLE3_ASSET.knows(file) and read_gguf(file).record.aux_layers == tuple(AUX)
     assert not EAGLE3_ASSET.knows(write_gguf(target, tmp_path / "model.gguf")) and not EAGLE3_ASSET.knows(
         target
@@ -208,7 +203,7 @@ def test_a_gguf_head_is_told_from_a_model(target: Path, tmp_path: Path) -> None:
     llm = foredraft.load(target, draft=file, **LOAD)
     assert llm.default_drafter == "eagle3" and engine_of(llm).drafters["eagle3"].aux_layers == tuple(AUX)
     write_settings(file, HeadSettings(tap_shift=1))
-    assert read_settings(save_gguf_head(tmp_path / "other.gguf", "gguf", V)) == HeadSettings()
+    assert read_settings(save_head(tmp_path / "other.gguf", "gguf", V)) == HeadSettings()
     llm = foredraft.load(target, draft=file, **LOAD)
     assert engine_of(llm).drafters["eagle3"].aux_layers == tuple(layer + 1 for layer in AUX)
 
@@ -217,14 +212,14 @@ def test_an_older_map_of_a_gguf_head_tells_what_it_holds(tmp_path: Path) -> None
     ids = np.array([0, 2, 3, 4, 8, 9], np.int64)
     for name, values in (("ids", ids), ("offsets", ids - np.arange(6))):
         edit = edited(d2t=None, d2t__weight=values)
-        record = read_gguf(save_gguf_head(tmp_path / f"{name}.gguf", "gguf", V, tensors=edit)).record
+        record = read_gguf(save_head(tmp_path / f"{name}.gguf", "gguf", V, tensors=edit)).record
         assert record.absolute_d2t is None and record.draft_vocab_size == 6
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", BY_DRAFTER["medusa"])
 def test_the_tensors_tell_how_many_medusa_heads_there_are(tmp_path: Path, format: str) -> None:
     form = FORMATS[format]
-    folder = save_medusa(tmp_path / "heads", format, V, config={"base_model_name_or_path": "some/target"})
+    folder = save_head(tmp_path / "heads", format, V, config={"base_model_name_or_path": "some/target"})
     assert is_medusa(folder)
     files = read_medusa(folder)
     assert len(files.heads) == form["heads"] and files.verifier == "some/target"
@@ -233,7 +228,7 @@ def test_the_tensors_tell_how_many_medusa_heads_there_are(tmp_path: Path, format
 
 
 def test_medusa_heads_find_their_drafter(target: Path, tmp_path: Path) -> None:
-    folder = save_medusa(tmp_path / "heads", "vllm", V)
+    folder = save_head(tmp_path / "heads", "vllm", V)
     llm = foredraft.load(target, draft=folder, **LOAD)
     assert llm.default_drafter == "medusa"
     [output] = llm.generate([[1, 2, 3]], foredraft.SamplingParams(max_new_tokens=8, temperature=0))
@@ -273,7 +268,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = folder / name
         if file:
             place.mkdir(parents=True)
-        FILE_FORMATS[format].save(place / file, format, V)
+        save_head(place / file, format, V)
         (place / ".gitattributes").write_text("")
     return folder
 
@@ -292,7 +287,7 @@ def test_heads_are_recognised_by_their_hub_ids(client: Client, folder: Path) -> 
         done = client.run(LOADING, str(folder / "target"), *REPOSITORIES, **environment)
         assert done.returncode == 0, done.stderr
         found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-        assert found == [[FILE_FORMATS[format].drafter, True] for format, _, _ in REPOSITORIES.values()]
+        assert found == [[FORMATS[format]["of"], True] for format, _, _ in REPOSITORIES.values()]
         fetched = sorted(file for file in client.hub.fetched() if not file.startswith("."))
         assert fetched == (
             [] if environment else sorted(file for _, _, own in REPOSITORIES.values() for file in own)

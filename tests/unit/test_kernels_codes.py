@@ -30,7 +30,7 @@ from foredraft.model.runner.native.products import (
     pack_native,
     pack_pieces,
 )
-from tests.support.integers import integer_product
+from tests.support.quantising import integer_product
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]

@@ -32,12 +32,11 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, read_tensors
 from tests.support.checkpoints import ROPES, TEXT, save_checkpoint
 from tests.support.mutation import Mutant, assert_caught, defect
-from tests.support.variants_gemma4 import BY_LAYER, FULL, SHARED, SLIDING
+from tests.support.variants_llama_like import BY_LAYER, FULL, SHARED, SLIDING
 
 pytest.importorskip("gguf")
 
 from tests.support.gguf_files import save_dequantised, write_gguf
-from tests.support.gguf_gemma4 import write_gguf as write_gemma4
 
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16}  # the size of a head, as in the smaller Gemma models
 LINEAR = {
@@ -255,7 +254,7 @@ GEMMA4: dict[str, dict[str, Any]] = {
 def check_gemma4(name: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_checkpoint(Path(temporary) / "model", "gemma4", **GEMMA4[name])
-        file = write_gemma4(folder, folder / "model.gguf", "F32")
+        file = write_gguf(folder, folder / "model.gguf", "F32")
         spec, found = ModelSpec.from_folder(folder), resolve(file).spec
         ends = {"eos_token_ids": spec.eos_token_ids, "bos_token_id": spec.bos_token_id}  # of the vocabulary
         assert replace(found, **ends) == spec
@@ -273,7 +272,7 @@ def test_keys_that_no_layer_reads_stay_unread(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     more = {f"model.layers.5.self_attn.{part}_proj.weight": torch.randn(32, 64) for part in "kv"}
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
-    check_same(folder, write_gemma4(folder, tmp_path / "model.gguf"), torch.float32)
+    check_same(folder, write_gguf(folder, tmp_path / "model.gguf"), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_keys_that_no_layer_reads_stay_unread(tmp_path: Path) -> None:
 def test_a_file_that_contradicts_itself_is_refused(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", "gemma4", **JOINED)
     with pytest.raises(CheckpointError, match=named):
-        resolve(write_gemma4(folder, tmp_path / "model.gguf", **keys))
+        resolve(write_gguf(folder, tmp_path / "model.gguf", **keys))
 
 
 F32, Q4_K = (partial(partial, check_written, kind) for kind in ("F32", "Q4_K"))

@@ -21,8 +21,7 @@ from foredraft.model.gguf import vocabulary
 from foredraft.model.gguf.vocabulary import UnreadableVocabularyError, end_ids, special_ids, vocabulary_of
 from foredraft.model.gguf.words import DIGIT, DIGITS, RULES, WORDS
 from foredraft.model.tokenizer import BYTE_LEVEL
-from tests.support.strings import strings
-from tests.support.vocabularies import KEY, SPACE, byte_level, sentencepiece, tokenizer_of
+from tests.support.strings import KEY, SPACE, byte_level, sentencepiece, strings, tokenizer_of
 
 TEXTS = ["a b", "  the  cat ", "naïve café", "tab\tnew\nline", "日本", "<s>a</s>", "it's 12345 -- ok?!", ""]
 

@@ -12,8 +12,7 @@ import pytest
 import foredraft
 from foredraft.model.gguf.tensors import choose, models_among, part_names, shown_types
 from tests.support.checkpoints import save_checkpoint
-from tests.support.hub_client import Client
-from tests.support.hub_server import Repository, commit, serving
+from tests.support.hub_server import Client, Repository, commit, serving
 
 pytest.importorskip("gguf")
 

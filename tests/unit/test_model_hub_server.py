@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 import foredraft
 from foredraft import CheckpointError, SamplingParams
 from tests.support.checkpoints import save_checkpoint
-from tests.support.hub_client import Client
-from tests.support.hub_server import TOKEN, Hub, Repository, commit, serving
+from tests.support.hub_server import TOKEN, Client, Hub, Repository, commit, serving
 from tests.support.loras import save_lora
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_length": 64, "policy": "fixed"}

@@ -22,8 +22,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model import memory, safetensors_file
 from foredraft.model.safetensors_file import DTYPES, SafetensorsFile
 from foredraft.model.weights import load_decoder
-from tests.support.checkpoints import save_checkpoint
-from tests.support.sparse_files import save_sparse
+from tests.support.checkpoints import save_checkpoint, save_sparse
 
 WRITTEN = [dtype for dtype in DTYPES.values() if dtype not in (torch.complex64, torch.float8_e8m0fnu)]
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Inner
 
 from foredraft.model import tokenizer as module
 from foredraft.model.tokenizer import BYTE_LEVEL, CONTEXT, MAX_HELD_BYTES, Detokenizer, Tokenizer
+from tests.support.alphabets import decoded
 from tests.support.checkpoints import TEXT
-from tests.support.decoded import decoded
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect, replaced
 from tests.support.mutations import around
 

@@ -24,7 +24,7 @@ from foredraft.serve.tools import Tools
 from tests.support.checkpoints import tiny_tokenizer
 from tests.support.mutation import Mutant, assert_caught, defect
 from tests.support.replies import CALL, read_tool
-from tests.support.vocabularies import sentencepiece, tokenizer_of
+from tests.support.strings import sentencepiece, tokenizer_of
 
 VOCABULARY = 384
 END = 2  # </s>

@@ -13,8 +13,8 @@ from foredraft.errors import ConfigError
 from foredraft.train import trainers
 from foredraft.train.training_options import DraftOptions
 from tests.support.checkpoints import FAMILIES, TEXT, save_checkpoint, save_variant
-from tests.support.variants_gemma4 import FAMILIES as GEMMA4
 from tests.support.variants_llama_like import FAMILIES as LLAMA_LIKE
+from tests.support.variants_llama_like import GEMMA4_FAMILIES as GEMMA4
 from tests.support.variants_norms import FAMILIES as NORMS
 
 PROMPT = [1, 5, 9, 11, 20]

@@ -27,8 +27,8 @@ from foredraft.train.training_options import AdapterOptions, DFlashOptions, Eagl
 from tests.parity.test_head_training import block_student
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import BODY, LAYERS, save_head
-from tests.support.heads import student_of as eagle3_student
 from tests.support.training import CPU, QUICK, check_prediction, curve
+from tests.support.training import student_of as eagle3_student
 
 GAMMA = 3
 
