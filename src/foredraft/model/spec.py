@@ -31,7 +31,8 @@ from foredraft.model.unsupported import HARMLESS, check_unread, refusal
 from foredraft.model.wrappers import text_part_of, with_tie
 
 POSITIONS = "max_position_embeddings"
-CONFIG, LORA_CONFIG = "config.json", "adapter_config.json"
+CONFIG = "config.json"
+LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 

@@ -26,15 +26,14 @@ from typing import Any
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.safetensors_file import SafetensorsFile
-from foredraft.model.spec import CONFIG, LORA_CONFIG
+from foredraft.model.spec import CONFIG, LORA_CONFIG, LORA_WEIGHTS
 
-WEIGHTS = "adapter_model.safetensors"  # of a LoRA's folder
 PIECE = 2**20  # bytes that are hashed at a time
 
 
 def lora_digest(lora: Path) -> str:
     digest = hashlib.sha256()
-    for name in (LORA_CONFIG, WEIGHTS):
+    for name in (LORA_CONFIG, LORA_WEIGHTS):
         try:
             with (lora / name).open("rb") as file:
                 while piece := file.read(PIECE):
@@ -319,9 +318,10 @@ def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
         problem = f"is no LoRA{model}" if model else lacks
         raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
     config = read_lora_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
-        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
+    if not (folder / LORA_WEIGHTS).is_file():
+        pickled = (folder / LORA_WEIGHTS).with_suffix(".bin").is_file()
+        but = ", but a pickle, which can hold code" if pickled else ""
+        problem = f"LoRA {name} has no {LORA_WEIGHTS}{but}"
         remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
         raise CheckpointError(problem, remedy=remedy)
-    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
+    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / LORA_WEIGHTS)))
