@@ -223,18 +223,18 @@ def _model_info(
 
 
 def _lora_info(name: str, folder: Path) -> LoraInfo:
-    from foredraft.model.lora.adapter import Replacement, open_lora
+    from foredraft.model.lora.adapter import open_lora
 
     with ExitStack() as stack:
         lora = open_lora(name, folder, stack)
-    config, changed = lora.config, {c.module for c in lora.changes if not isinstance(c.what, Replacement)}
+    config, changed = lora.config, {each.module for each in lora.changes if not each.replaces}
     return LoraInfo(
         name=name,
         ranks=tuple(sorted(set(map(config.rank_of, changed)))),
         alphas=tuple(sorted(set(map(config.alpha_of, changed)))),
         scaled_by="sqrt(r)" if config.root else "r",
         modules=dict(sorted(Counter(module.rpartition(".")[2] for module in changed).items())),
-        replaced=sum(isinstance(change.what, Replacement) for change in lora.changes),
+        replaced=sum(change.replaces for change in lora.changes),
         base=config.base,
     )
 

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.safetensors_file import SafetensorsFile
@@ -197,35 +200,21 @@ EMBEDDINGS = ("embed_tokens", "lm_head")  # saved by PEFT without being told to,
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankUpdate:
-    """B·A, which is scaled and added to a weight."""
-
-    a: str  # name of A in the LoRA's file
-    b: str  # name of B
-    inputs: int  # columns of A
-    outputs: int  # rows of B
-    scale: float  # s
-    embedding: bool  # the weight has a row for each input: it gets (B·A)ᵀ
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    name: str
-    shape: tuple[int, ...]
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
+    """What a LoRA does to a tensor: it replaces it, or adds s·b_B to a bias, or s·B·A to a weight."""
+
+    lora: LoraTensors
     module: str  # the module, as the LoRA names it
     kind: str  # "weight" or "bias"
-    what: LowRankUpdate | Shift | Replacement  # what it does
+    tensors: tuple[str, ...]  # in the LoRA's file: one, or A and B
+    shape: tuple[int, ...]  # of the tensor that it is for; of a product, rows of B and columns of A
+    scale: float = 0.0  # s
+    replaces: bool = False
+    embedding: bool = False  # the weight has a row for each input: it gets (B·A)ᵀ
+
+    @property
+    def is_product(self) -> bool:
+        return len(self.tensors) == 2
 
 
 class LoraTensors:
@@ -236,9 +225,10 @@ class LoraTensors:
         for tensor in self.stored:
             self._sort(tensor)
         # the embedding's and the head's first: a change may be of what replaces them
-        saved = self.saved.items()
-        replacements = (Change(*of, Replacement(tensor, self.shape(tensor))) for of, tensor in saved)
-        self.changes = [*replacements, *self._products()]
+        self.changes = [
+            *(Change(self, *of, (one,), self.shape(one), replaces=True) for of, one in self.saved.items()),
+            *self._products(),
+        ]
         if not self.changes:
             raise self.error("changes nothing: its file has no tensors", "give a LoRA that was trained")
 
@@ -251,6 +241,14 @@ class LoraTensors:
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self.stored[tensor].shape
+
+    def values(self, tensor: str, rows: slice | None = None) -> Tensor:
+        """Return a tensor, or rows of it, in float32."""
+        values = self.stored[tensor].read(rows).to(torch.float32, copy=True)
+        if not torch.isfinite(values).all():
+            problem = f"has {shortened(tensor)} with values that are not finite"
+            raise self.error(problem, "train it again, or download it again")
+        return values
 
     def _sort(self, tensor: str) -> None:
         own = PREFIX.sub("", tensor, count=1) if PREFIX.match(tensor) else tensor
@@ -292,23 +290,22 @@ class LoraTensors:
                     has, lacks = (a, b) if a in parts else (b, a)
                     raise self.error(f"has {has} of {shortened(module)}, but no {lacks}", "save it again")
                 if a in parts:
-                    yield Change(module, "weight", self._product(module, parts[a], parts[b], a != "lora_A"))
+                    yield self._product(module, parts[a], parts[b], a != "lora_A")
             if (bias := parts.get("bias")) is not None:
-                yield Change(module, "bias", Shift(bias, self.shape(bias), self.config.scale_of(module)))
+                yield Change(self, module, "bias", (bias,), self.shape(bias), self.config.scale_of(module))
 
-    def _product(self, module: str, a: str, b: str, embedding: bool) -> LowRankUpdate:
+    def _product(self, module: str, a: str, b: str, embedding: bool) -> Change:
         a_shape, b_shape = self.shape(a), self.shape(b)
         if len(a_shape) != 2 or len(b_shape) != 2 or not all(a_shape + b_shape):
             problem = f"has changes of {shortened(module)} of shapes {[*a_shape]} and {[*b_shape]}"
             raise self.error(problem, "give a LoRA of linear layers")
-        rank = self.config.rank_of(module)
-        if a_shape[0] != rank or b_shape[1] != rank:
-            raise self.error(
-                f"has changes of {shortened(module)} of rank {a_shape[0]} and {b_shape[1]}, but"
-                f" adapter_config.json says {rank}",
-                "take both files from one LoRA",
-            )
-        return LowRankUpdate(a, b, a_shape[1], b_shape[0], self.config.scale_of(module), embedding)
+        rank, found = self.config.rank_of(module), (a_shape[0], b_shape[1])
+        if {*found} != {rank}:
+            given = f"has changes of {shortened(module)} of rank {found[0]} and {found[1]}"
+            problem = f"{given}, but adapter_config.json says {rank}"
+            raise self.error(problem, "take both files from one LoRA")
+        shape, scale = (b_shape[0], a_shape[1]), self.config.scale_of(module)
+        return Change(self, module, "weight", (a, b), shape, scale, embedding=embedding)
 
 
 def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
