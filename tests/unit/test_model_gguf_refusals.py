@@ -50,28 +50,22 @@ def refusal(file: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("block", [2, 9, 100, 2**20])
-def test_a_file_is_read_alike_in_blocks_of_any_size(
-    block: int, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_alike_with_and_without_its_lists(sound: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(sound)
     whole = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"]
-    monkeypatch.setattr(module, "BUFFER", block)
     found, without = GGUFFile(file), GGUFFile(file, lists=False)
     assert found.metadata["tokenizer.ggml.tokens"] == whole.contents()
     assert without.metadata["tokenizer.ggml.tokens"] == []
     assert found.tensors == without.tensors and found.tensors
 
 
-@pytest.mark.parametrize("block", [9, 2**20])
 @pytest.mark.parametrize(
     ("length", "says"), [(2**60, "ends too early"), (2**10, "a text of 1024 bytes"), (4, "not UTF-8")]
 )
 def test_a_broken_text_in_a_list_is_refused(
-    block: int, length: int, says: str, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    length: int, says: str, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BUFFER", block)
     monkeypatch.setattr(module, "MAX_TEXT", 2**9)
     at = sound.index(struct.pack("<Q", 5) + b"<pad>")
     file = tmp_path / "model.gguf"
