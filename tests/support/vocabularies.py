@@ -37,7 +37,7 @@ def byte_level(pre: Any, **changes: Any) -> dict[str, Any]:
 def tokenizer_of(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     found = vocabulary_of(metadata)
     assert found is not None
-    return tokenizers.Tokenizer.from_str(found.tokenizer)
+    return tokenizers.Tokenizer.from_str(found[0])
 
 
 @functools.cache

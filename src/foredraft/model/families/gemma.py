@@ -29,7 +29,7 @@ from foredraft.model.families.shared import (
 from foredraft.model.rope import read_full_ropes, read_ropes
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 
 def gemma(read: ConfigReader) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from foredraft.model.rope import Rope, read_rope
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, Naming
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 GPT2 = Naming(
     prefixes=("transformer.", ""),

@@ -35,7 +35,7 @@ from foredraft.model.rope import ROPE_KEYS, read_growing_rope, read_rope, read_r
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, Naming
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 ORIGINAL, ORIGINAL_KEY = "original_max_position_embeddings", "rope.scaling.original_context_length"
 

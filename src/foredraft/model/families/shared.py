@@ -16,7 +16,7 @@ from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
 from foredraft.model.rope import Rope, read_rope
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 # the parts of a layer in a GGUF file -> the decoder's names
 LAYER = {

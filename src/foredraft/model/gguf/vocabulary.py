@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -80,14 +79,8 @@ class UnreadableVocabularyError(Exception):
     """A vocabulary cannot be turned into a tokenizer; its text says why, as the end of a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    tokenizer: str  # the content of `tokenizer.json`
-    # the content of `tokenizer_config.json`: the special tokens and the chat templates
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
+def vocabulary_of(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the text of `tokenizer.json` and the content of `tokenizer_config.json`."""
     model, tokens = metadata.get(f"{KEY}model", "no_vocab"), listed(metadata, "tokens", str)
     if model in ("none", "no_vocab"):
         return None
@@ -104,7 +97,7 @@ def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
         )
     text = json.dumps(content, ensure_ascii=False)
     _check(text, content["added_tokens"])
-    return Vocabulary(text, _config(metadata, tokens))
+    return text, _config(metadata, tokens)
 
 
 def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
