@@ -397,7 +397,7 @@ biases_everywhere = around(
         family_of(config)[0],
         replace(
             (family := family_of(config)[1]),
-            fields=lambda read: family.fields(read) | {"output_bias": read.flag("attention_bias")},
+            own=lambda read: family.fields(read) | {"output_bias": read.flag("attention_bias")},
         ),
     )
 )

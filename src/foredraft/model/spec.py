@@ -316,7 +316,6 @@ def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
         "layers": lambda: read.count("num_hidden_layers"),
         "heads": lambda: read.count("num_attention_heads"),
         "intermediate_size": lambda: read.count("intermediate_size"),
-        "norm_eps": lambda: read.number("rms_norm_eps", 1e-6),
         "dtype": lambda: _dtype(read),
     }
     return {name: value() for name, value in sizes.items() if name not in given}
