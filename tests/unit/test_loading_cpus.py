@@ -1,4 +1,5 @@
-"""The CPUs that a process may use: affinity, quotas of control groups and cores, on pretended and real systems."""
+"""The CPUs and the memory that a process may use: affinity, cores and the limits of control groups, on pretended and
+real systems."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from foredraft.loading import machine_limits
-from foredraft.loading.machine_limits import Cpus, usable_cpus
+from foredraft.loading.machine_limits import Cpus, free_memory, usable_cpus
 from tests.support.running import environment
 
 V1, V2 = "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup"
@@ -44,6 +46,7 @@ def pretend(
         (root / name).write_text(content)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)), raising=False)
     monkeypatch.setattr(machine_limits, "ROOT", root)
+    monkeypatch.setattr(machine_limits, "MEMORY_ROOT", root)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,64 @@ def test_files_that_cannot_be_read_are_no_limit(tmp_path: Path, monkeypatch: pyt
     assert usable_cpus() == Cpus((0, 1, 2, 3), 4)
     (tmp_path / "proc/self/mountinfo").unlink()
     assert usable_cpus() == Cpus((0, 1, 2, 3), 4)
+
+
+MEMORY1 = MOUNT1.replace("cpu,cpuacct", "memory")
+GIB = 2**30
+
+
+def memory1(limit: int, at: str = "") -> dict[str, str]:
+    """Return the files of a group that uses 6 GiB, of which 3 are cached files."""
+    stat = f"cache 9\ntotal_cache 9\ntotal_inactive_file {2 * GIB}\ntotal_active_file {GIB}\n"
+    files = {"limit_in_bytes": limit * GIB, "usage_in_bytes": 6 * GIB, "stat": stat}
+    return {f"sys/fs/cgroup/memory{at}/memory.{name}": f"{content}\n" for name, content in files.items()}
+
+
+def memory2(limit: int | None, at: str = "") -> dict[str, str]:
+    most, stat = (
+        "max" if limit is None else limit * GIB,
+        f"anon 1\ninactive_file {2 * GIB}\nactive_file {GIB}\n",
+    )
+    files = {"max": most, "current": 6 * GIB, "stat": stat}
+    return {f"{V2}{at}/memory.{name}": f"{content}\n" for name, content in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "free"),
+    [
+        ("0::/\n", "", {}, 100),  # no groups
+        ("0::/\n", MOUNT2.format("/"), memory2(16), 13),
+        ("0::/\n", MOUNT2.format("/"), memory2(None), 100),
+        ("0::/\n", MOUNT2.format("/"), memory2(2), 0),  # a limit below the usage
+        ("0::/\n", MOUNT2.format("/"), memory2(500), 100),  # more than the machine has
+        ("0::/a/b\n", MOUNT2.format("/"), memory2(30, "/a/b") | memory2(20, "/a"), 17),
+        ("4:memory:/\n0::/\n", MEMORY1.format("/"), memory1(16), 13),
+        ("4:memory:/docker/f00\n", MEMORY1.format("/"), memory1(16), 13),  # its own folder is not visible
+        ("4:memory:/\n", MEMORY1.format("/"), memory1(8 * 2**30 - 1), 100),  # version 1's "no limit"
+        ("4:memory:/\n0::/\n", MEMORY1.format("/") + MOUNT2.format("/"), memory1(16) | memory2(13), 10),
+    ],
+)
+def test_free_memory_respects_the_limits_of_control_groups(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    mounts: str,
+    files: dict[str, str],
+    free: int,
+) -> None:
+    told = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {100 * 2**20} kB\n"}
+    pretend(monkeypatch, tmp_path, cgroup=cgroup, mounts=mounts, files=told | files)
+    assert free_memory(torch.device("cpu")) == free * GIB
+
+
+def test_free_memory_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the machine's without /proc; on a GPU what the allocator caches is free, too."""
+    monkeypatch.setattr(machine_limits, "MEMORY_ROOT", tmp_path)
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    assert free_memory(torch.device("cpu")) == half > 0
+    for name, value in (("memory_reserved", 7), ("memory_allocated", 3), ("mem_get_info", (10, 99))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory(torch.device("cuda")) == 14
 
 
 @pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])

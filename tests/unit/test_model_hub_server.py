@@ -219,7 +219,9 @@ def test_each_refusal_of_the_hub_is_reported_in_one_line(client: Client, folders
         (["owner/small"], "owner/small has no revision 'main' on the hub; give one of its branches"),
     ):
         for environment in ({}, {"HF_TOKEN": TOKEN}):
-            assert message in client.refused(*arguments, **environment)
+            assert message in (refusal := client.refused(*arguments, **environment))
+        if len(arguments) == 1:
+            assert client.info(*arguments) == (2, "", f"foredraft: error: {refusal}\n")
     message = client.refused("owner/big", HF_TOKEN="hf_invalid")
     assert message.startswith("the hub rejects the token sent for owner/big; log in")
     assert client.refused("owner/big", HF_ENDPOINT="http://127.0.0.1:9") == (
@@ -240,7 +242,10 @@ def test_a_missing_file_on_the_hub_is_named(
     part = shutil.copytree(folders / ("big" if missing == SHARD else "other"), tmp_path / "part")
     (part / missing).rename(part / "pytorch_model.bin")
     client.hub.repositories["owner/part"] = Repository({"main": part})
-    assert client.refused("owner/part").startswith(f"owner/part has no {missing} on the hub{says}")
+    assert (refusal := client.refused("owner/part")).startswith(
+        f"owner/part has no {missing} on the hub{says}"
+    )
+    assert client.info("owner/part") == (2, "", f"foredraft: error: {refusal}\n")
 
 
 RESOLVE = """
@@ -274,16 +279,6 @@ def test_info_downloads_no_weights(client: Client, folders: Path, tmp_path: Path
     assert client.info("owner/big", *options)[0] == 0
     assert weights_of(client.hub) == set()
     assert json.loads(out.read_text())["models"][0]["weights_checked"] is True
-
-
-def test_info_refuses_what_a_download_refuses(client: Client, folders: Path, tmp_path: Path) -> None:
-    pickled = shutil.copytree(folders / "small", tmp_path / "pickled")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    client.hub.repositories["owner/pickled"] = Repository({"main": pickled})
-    client.hub.repositories["owner/gated"] = Repository({"main": folders / "small"}, gated=True)
-    for name in ("owner/pickled", "owner/gated", "owner/nought", "owner/big@none"):
-        refusal = client.refused(name)
-        assert client.info(name) == (2, "", f"foredraft: error: {refusal}\n")
 
 
 # --- a LoRA: its two files are downloaded, of a revision, and are found again offline ------------------
