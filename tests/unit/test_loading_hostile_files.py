@@ -15,7 +15,7 @@ from foredraft.drafters import strict_records
 from foredraft.drafters.plan_files import read_plan, write_plan
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.loading import capacity, options_for
-from foredraft.loading.capacity import CacheLimits, cache_size
+from foredraft.loading.capacity import CacheLimits, Capacity
 from foredraft.loading.checkpoints import default_params, find_target
 from foredraft.model import config, source, spec
 from foredraft.model.config import MAX_DEPTH, MAX_KEY_WIDTH, MAX_WIDTH, MOST, parse_json
@@ -83,7 +83,7 @@ def read(folder: Path) -> None:
     """Read all files of a checkpoint as `load` does, up to the values of the weights."""
     target = find_target(options_for(folder, device="cpu"))
     default_params(target)
-    cache_size(target, (), torch.device("cpu"), CacheLimits(1, 512), kernels=False)
+    Capacity(target, (), torch.device("cpu"), kernels=False).cache_size(CacheLimits(1, 512))
     load_decoder(folder, "meta")
     assert target.tokenizer is not None
     if target.tokenizer.chat is not None:
