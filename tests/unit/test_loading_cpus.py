@@ -46,7 +46,6 @@ def pretend(
         (root / name).write_text(content)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)), raising=False)
     monkeypatch.setattr(machine_limits, "ROOT", root)
-    monkeypatch.setattr(machine_limits, "MEMORY_ROOT", root)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_free_memory_respects_the_limits_of_control_groups(
 
 def test_free_memory_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the machine's without /proc; on a GPU what the allocator caches is free, too."""
-    monkeypatch.setattr(machine_limits, "MEMORY_ROOT", tmp_path)
+    monkeypatch.setattr(machine_limits, "ROOT", tmp_path)
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     assert free_memory(torch.device("cpu")) == half > 0
     for name, value in (("memory_reserved", 7), ("memory_allocated", 3), ("mem_get_info", (10, 99))):

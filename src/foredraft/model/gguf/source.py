@@ -268,7 +268,6 @@ def _under(file: GGUFModel, prefix: str) -> dict[str, Any]:
 
 KIND, SUFFIX, MOST = "gguf", ".content", 16  # of the user's cache; files whose content is kept
 FORMAT = 4  # raised when the content is made differently
-KINDS_OF_HEADS = ("attention", "key_value")
 
 
 class GGUFSource(ModelSource):
@@ -322,7 +321,7 @@ class GGUFSource(ModelSource):
     def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if self._read_state("give the model's file again") != self._state:
             raise CheckpointError(f"{self.path} has changed while it was used", remedy="load the model again")
-        heads, kv_heads = (self.config[f"num_{kind}_heads"] for kind in KINDS_OF_HEADS)
+        heads, kv_heads = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
         model = _opened(self.path, self._state)
         return stored_tensors(model, heads, kv_heads, meta=device.type == "meta")
 

@@ -31,16 +31,13 @@ from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.safetensors_file import SafetensorsFile
 from foredraft.model.spec import CONFIG, LORA_CONFIG, LORA_WEIGHTS
 
-PIECE = 2**20  # bytes that are hashed at a time
-
 
 def lora_digest(lora: Path) -> str:
     digest = hashlib.sha256()
     for name in (LORA_CONFIG, LORA_WEIGHTS):
         try:
             with (lora / name).open("rb") as file:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
+                hashlib.file_digest(file, lambda: digest)  # adds the content to it
         except OSError as error:
             problem = f"{lora / name} cannot be read ({error.strerror})"
             raise CheckpointError(problem, remedy="give the LoRA again") from error
