@@ -350,7 +350,7 @@ def conv1d(folder: Path, *, square: bool) -> tuple[Path, Path, Tensor, Tensor]:
     weight = torch.randn(inputs, outputs)
     tensors = {"h.0.attn.c_proj.weight": weight, "h.0.attn.c_proj.bias": torch.zeros(outputs)}
     tensors |= {"h.0.attn.c_attn.weight": torch.randn(inputs, 18), "h.0.attn.c_attn.bias": torch.zeros(18)}
-    base, lora = save_checkpoint(folder / "gpt2"), folder / "lora"
+    base, lora = save_checkpoint(folder / "gpt2", "gpt2"), folder / "lora"
     save_file(tensors, base / "model.safetensors")
     lora.mkdir()
     (lora / "adapter_config.json").write_text(json.dumps({

@@ -25,6 +25,7 @@ from foredraft.model.gguf.tensors import choose, models_among, part_names, shown
 from foredraft.model.safetensors_file import INDEX, SINGLE
 from foredraft.model.source import ModelSource, missing_files, source_of
 from foredraft.model.spec import CONFIG, LORA_CONFIG, LORA_WEIGHTS, ModelSpec
+from foredraft.model.tensor_names import AS_STORED
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,8 @@ def with_loras(
     with ExitStack() as stack:
         opened = [open_lora(*lora, stack) for lora in made.loras]
         untied = tied and any(map(unties, opened))
-    made.merge = partial(merge_loras, made.loras, str(made), untied)
+    naming = AS_STORED if base.renamed else base.spec.naming
+    made.merge = partial(merge_loras, made.loras, str(made), naming, untied)
     # the config says whether the head is the embedding: no tensor here can tell
     tied, text = tied and not untied, config.get(TEXT)
     inner = {TEXT: {**text, TIED: tied}} if isinstance(text, dict) and TIED in text else {}

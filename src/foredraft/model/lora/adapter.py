@@ -82,7 +82,6 @@ class LoraConfig:
     targets: str | tuple[str, ...] | None  # expression, `ALL_LINEAR`, or ends of modules' names
     saved: tuple[str, ...]  # ends of the names of modules whose weights it replaces
     biases: bool  # it replaces biases, too
-    transposed: bool  # weights of its layers are stored with a row for each input
     ties: bool  # changes of a tied embedding or head are of both
     base: str | None  # the model that it was trained for, as its maker named it; None where it does not say
 
@@ -145,11 +144,11 @@ def read_lora_config(folder: Path) -> LoraConfig:
         targets=targets if isinstance(targets, str | None) else _names(read, TARGETS),
         saved=_names(read, "modules_to_save"),
         biases=read.choice("bias", ("none", "all", "lora_only"), "none") != "none",
-        transposed=read.flag("fan_in_fan_out", if_null=False),
         ties=read.flag("ensure_weight_tying", if_null=False),
         base=name if isinstance(name := read.take("base_model_name_or_path"), str) and name else None,
     )
     read.flag("lora_bias", if_null=False)  # its tensors say the same
+    read.flag("fan_in_fan_out", if_null=False)  # and the layers
     read.take("exclude_modules")  # it has no tensors of these
     for key, value in read.unread().items():
         if value not in (False, [], {}, ""):

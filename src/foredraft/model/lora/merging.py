@@ -22,6 +22,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.lora.adapter import FLOATS, Change, LoraTensors, open_lora
 from foredraft.model.safetensors_file import DTYPES, StoredTensor
+from foredraft.model.tensor_names import CONV1D, Naming
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -58,9 +59,13 @@ class ChangedTensor:
 
 
 def changed_tensors(
-    files: Mapping[str, StoredTensor], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
+    files: Mapping[str, StoredTensor],
+    loras: Sequence[LoraTensors],
+    source: str,
+    naming: Naming,
+    aliases: Mapping[str, str],
 ) -> dict[str, ChangedTensor]:
-    known = _Known(files, aliases, source)
+    known = _Known(files, aliases, source, naming)
     found = {name: known.tensor(name) for name in aliases}
     for change in (change for lora in loras for change in lora.changes):
         lora, name = change.lora, known.name_of(change)
@@ -91,8 +96,10 @@ def _replaces_by_the_same(old: StoredTensor, change: Change) -> bool:
 
 
 class _Known:
-    def __init__(self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str) -> None:
-        self.files, self.aliases, self.source = files, aliases, source
+    def __init__(
+        self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str, naming: Naming
+    ) -> None:
+        self.files, self.aliases, self.source, self.naming = files, aliases, source, naming
         self.names: dict[str, list[str]] = {}  # canonical name -> the names of the tensors
         for name in dict.fromkeys([*files, *aliases]):
             self.names.setdefault(canonical(name), []).append(name)
@@ -128,33 +135,13 @@ class _Known:
             problem = f"changes {shortened(name)} of shape {[*shape]}, which is no linear layer"
             raise lora.error(problem, self._give(lora))
         if change.is_product:
-            tensor.transposed = change.embedding or self._is_transposed(name, change)
+            # PEFT decides by the layer's class, too, whatever `fan_in_fan_out` says
+            layer = self.naming.plain([name]).get(name, name).removesuffix(".weight")
+            tensor.transposed = change.embedding or self.naming.layer_class(layer) == CONV1D
             wanted = wanted[::-1] if tensor.transposed else wanted
         if wanted != shape:
             problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
             raise lora.error(problem, self._give(lora))
-
-    def _is_transposed(self, name: str, change: Change) -> bool:
-        """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
-
-        A bias tells, or that of layers beside it; else `fan_in_fan_out`, since PEFT decides by the layer's
-        class.
-        """
-        layer = name.removesuffix(".weight")
-        parent = layer.rpartition(".")[0]
-        weights = [
-            name for name in self.files if name.endswith(".weight") and len(self.files[name].shape) == 2
-        ]
-        for place in (layer, parent, parent.rpartition(".")[0]):
-            inside = (f"{place}.weight", f"{place}.") if place else ()
-            for other in (name for name in weights if name.startswith(inside)):
-                rows, columns = self.files[other].shape
-                bias = f"{other.removesuffix('.weight')}.bias"
-                if rows != columns and bias in self.files and self.files[bias].shape in ((rows,), (columns,)):
-                    return self.files[bias].shape == (columns,)
-        outputs, inputs = change.shape
-        fits_transposed = self.tensor(name).stored.shape == (inputs, outputs)
-        return change.lora.config.transposed and inputs != outputs and fits_transposed
 
     def _quantised(self, change: Change) -> CheckpointError:
         problem = f"changes {shortened(change.module)}, whose weights are quantised in {self.source}"
@@ -200,6 +187,7 @@ def changed(
 def merge_loras(
     loras: Sequence[tuple[str, Path]],
     source: str,
+    naming: Naming,
     untied: bool,
     files: Mapping[str, StoredTensor],
     stack: ExitStack,
@@ -220,7 +208,7 @@ def merge_loras(
         file = files[name].file if name in files else "LoRAs"
         return StoredTensor(NAMES[dtype], tensor.stored.shape, read, name, file)
 
-    changed = changed_tensors(files, opened, source, aliases)
+    changed = changed_tensors(files, opened, source, naming, aliases)
     return {name: merged(name, tensor) for name, tensor in changed.items()}
 
 
