@@ -113,7 +113,7 @@ def in_family(mutation: Mutation) -> Mutation:
     @around
     def with_family(family_of: Function, config: Any) -> Any:
         name, family = family_of(config)
-        return name, replace(family, fields=mutation(family.fields))
+        return name, replace(family, own=mutation(family.fields))
 
     return with_family
 

@@ -20,8 +20,8 @@ from transformers.utils import is_gguf_available
 from foredraft import CheckpointError
 from foredraft.kernels.compilation import library
 from foredraft.model.families import IN_GGUF
-from foredraft.model.gguf import gguf_config, tensors
-from foredraft.model.gguf.gguf_config import MetadataReader
+from foredraft.model.gguf import source, tensors
+from foredraft.model.gguf.source import MetadataReader
 from foredraft.model.locate import resolve
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
@@ -191,17 +191,15 @@ def windows_shifted(config_of: Function, *given: Any) -> dict[str, Any]:
     return config | {"layer_types": [*config["layer_types"][1:], config["layer_types"][0]]}
 
 
-whole_head_rotated = around(
-    lambda partial, read, sizes: partial(read, sizes) | {"partial_rotary_factor": 1.0}
-)
+whole_head_rotated = around(lambda share, *given: share(*given) and {"partial_rotary_factor": 1.0})
 
 MUTANTS: list[tuple[str, Any, Mutation]] = [
     ("phi3-longrope-long", MetadataReader.factors, factors_exchanged),
     ("granite", tensors.row_order, rows_left),
     ("smollm3", tensors.row_order, rows_left),
     ("gpt_neox", tensors.row_order, rows_left),
-    ("cohere2", gguf_config.config_of, windows_shifted),
-    ("stablelm", MetadataReader.partial_rope, whole_head_rotated),
+    ("cohere2", source.config_of, windows_shifted),
+    ("stablelm", MetadataReader.share, whole_head_rotated),
 ]
 
 

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import foredraft
 from foredraft import CheckpointError
 from foredraft.model import checkpoint
 from foredraft.model.runner import Runner
@@ -22,7 +21,7 @@ from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from foredraft.quantise.command import write_quantised
-from tests.parity.test_logits import Pair, check_speculation, close, decoded, greedy, prompt_logits
+from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
 from tests.support.checkpoints import LLAMA, save_checkpoint
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import instead
@@ -114,14 +113,6 @@ def test_logits_and_greedy_tokens_equal_those_of_the_llama(variant: str) -> None
     assert close(prompt_logits(found.runner, found.tokens), found.expected)
     prompt = found.tokens[:, :20]
     assert decoded(found.runner, prompt, 64) == greedy(found, prompt, 64)
-
-
-def test_speculation_keeps_the_greedy_tokens(tmp_path: Path) -> None:
-    found = pair("plain")
-    _, folder = save_internlm(tmp_path, "plain")
-    llm = foredraft.load(folder, device="cpu", max_batch=8, max_length=96, policy="fixed")
-    prompts = [found.tokens[:, at : at + 20] for at in range(8)]
-    check_speculation(llm, found, prompts, 40, ("none", "lookup"))
 
 
 @pytest.mark.parametrize(

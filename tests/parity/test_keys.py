@@ -1,6 +1,7 @@
 """Every config key that transformers reads is honoured as transformers honours it, or refused by name.
 
-Each key of the table has another value than its default here, in every family."""
+Each key of the table has another value than its default here, in every family. An absent key has the default
+of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from recipes.reference_keys import TABLE, table
 from tests.parity.mutant_checks import given
 from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
 from tests.support import variants_norms
-from tests.support.checkpoints import FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
+from tests.support.checkpoints import DEFAULTS, FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 from tests.support.mutations import argument, around
 
@@ -237,23 +238,69 @@ def test_a_key_that_transformers_does_not_read_is_ignored_and_named(
         assert key in named
 
 
+def lacking(key: str, keys: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keys.items() if name != key}
+
+
+ORIGINAL_KEY, DEFAULT = "original_max_position_embeddings", {"rope_type": "default", "rope_theta": 500.0}
+LINEAR, LLAMA3, YARN = (lacking("rope_theta", ROPES[kind]) for kind in ("linear", "llama3", "yarn"))
+USED = {"use_sliding_window": True}
 # Keys that transformers reads only beside others, or reads in its own way.
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"original_max_position_embeddings": 16}),
+    ("llama", {ORIGINAL_KEY: 16}),
     *(
-        ("llama", {"original_max_position_embeddings": 16, "rope_scaling": {**rope, "rope_theta": 500.0}})
+        ("llama", {ORIGINAL_KEY: 16, "rope_scaling": {**rope, "rope_theta": 500.0}})
         for rope in (
-            {
-                key: ROPES["llama3"][key]
-                for key in ROPES["llama3"]
-                if key != "original_max_position_embeddings"
-            },
+            lacking(ORIGINAL_KEY, LLAMA3),
             {"rope_type": "yarn", "factor": 8.0, "truncate": False},
             {"rope_type": "yarn", "factor": None},
             ROPES["linear"],
             ROPES["dynamic"],
         )
     ),
+    ("llama", {"rope_scaling": None, "rope_parameters": ROPES["llama3"]}),
+    ("llama", {"rope_scaling": {}, "rope_parameters": DEFAULT}),
+    ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0, "rope_parameters": ROPES["llama3"]}),
+    *(
+        ("llama", {"rope_scaling": rope, "rope_theta": 700.0})
+        for rope in (
+            {"type": "llama3", **LLAMA3},
+            lacking(ORIGINAL_KEY, YARN),
+            {**YARN, "attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0},
+            {**YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
+            {**YARN, "mscale": 2.0},
+            {**YARN, **dict.fromkeys(("attention_factor", "mscale", "beta_fast", "beta_slow"))},
+            {**YARN, "beta_fast": 8, "beta_slow": 0.5},
+            {**YARN, "mscale": 0, "mscale_all_dim": 1.0},
+            {**YARN, "mscale": 0.0, "mscale_all_dim": 0, "beta_fast": 0, "beta_slow": 0},
+            {**LINEAR, ORIGINAL_KEY: 64, "finetuned": True},
+            {"rope_type": "dynamic", "factor": 4.0, ORIGINAL_KEY: 64},
+            {**YARN, "factor": None},
+            {**YARN, "factor": 0.5},
+        )
+    ),
+    *(
+        ("gemma3", keys)
+        for keys in (
+            {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+            {"rope_scaling": {**LINEAR, "type": "linear"}, "rope_theta": 500.0},
+            {"rope_parameters": {FULL: {"type": "linear", "factor": 4.0}}},
+            {"rope_parameters": {FULL: LINEAR, SLIDING: DEFAULT}},
+            {"rope_parameters": {FULL: {**LINEAR, "rope_theta": 500.0}}, "rope_scaling": None},
+            {"rope_parameters": {FULL: None, SLIDING: {"rope_theta": 50.0}}},
+            {"rope_parameters": {FULL: LINEAR}, "rope_scaling": LINEAR},
+            {"rope_parameters": {FULL: DEFAULT}, "rope_theta": 500.0},
+            {"rope_parameters": None, "rope_theta": 500},
+            {"sliding_window_pattern": 1, "_sliding_window_pattern": 1},
+            {"layer_types": [FULL, *[SLIDING] * 6], "_sliding_window_pattern": 6},
+            {"layer_types": None, "sliding_window": 7},
+        )
+    ),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {**USED, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}),
+    ("qwen3", {**USED, "sliding_window": 7, "max_window_layers": 0}),
+    ("qwen3", {**USED, "sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]}),
     ("llama", {"architectures": ["LLaMAForCausalLM"]}),
     ("llama", {"sliding_window": 16, "layer_types": [FULL] * 3}),
     ("mistral", {"layer_types": [FULL] * 3, "head_dim": 16}),
@@ -275,12 +322,30 @@ def test_what_transformers_writes_by_default_is_read(family: str) -> None:
         assert found.ignored in ((), ("_sliding_window_pattern = 6",))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_absent_positions_are_those_of_the_class(family: str) -> None:
-    config_class, _, base = FAMILIES[family]
-    without = {key: value for key, value in base.items() if key != "max_position_embeddings"}
-    found = ModelSpec.from_hf({"model_type": config_class.model_type, **without})
-    assert found.max_positions == config_class().max_position_embeddings
+# head counts that the default number of key heads divides, and vocabularies with the default ids of special tokens
+HEADS: dict[str, dict[str, Any]] = {
+    "exaone4": {"num_attention_heads": 32},
+    "gemma": {"num_attention_heads": 16},
+    **{family: {"num_attention_heads": 8} for family in ("ministral", "ministral3", "mistral", "seed-oss")},
+    "phi3": {"vocab_size": 40_000},
+    "smollm3": {"vocab_size": 130_000},
+    "stablelm": {"num_attention_heads": 32, "hidden_size": 256},
+    "qwen2": {"num_attention_heads": 32, "hidden_size": 128},
+    "qwen3": {"num_attention_heads": 32},
+}
+ALWAYS = ("bos_token_id", "eos_token_id", "max_position_embeddings")
+ABSENT = [(family, key) for family, keys in DEFAULTS.items() for key in {*keys, *ALWAYS}]
+
+
+@pytest.mark.parametrize(("family", "key"), sorted(ABSENT), ids="-".join)
+def test_an_absent_key_has_the_default_of_transformers(family: str, key: str) -> None:
+    config_class, model_class, base = FAMILIES[family]
+    rest = lacking(key, {**base, **HEADS.get(family, {})})
+    defaults = config_class(**rest).to_dict()
+    own = config_class.attribute_map.get(key, key)
+    place = own if own in defaults else "per_layer_config"  # where it writes what it makes of a Gemma 4's
+    names = {"architectures": [model_class.__name__]}
+    assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | rest | {place: defaults[place]})
 
 
 def test_the_texts_of_a_llama_with_a_window_end_with_it() -> None:
@@ -332,7 +397,7 @@ biases_everywhere = around(
         family_of(config)[0],
         replace(
             (family := family_of(config)[1]),
-            fields=lambda read: family.fields(read) | {"output_bias": read.flag("attention_bias")},
+            own=lambda read: family.fields(read) | {"output_bias": read.flag("attention_bias")},
         ),
     )
 )
@@ -341,7 +406,9 @@ whole_length_ignored = argument(3, lambda original: None)
 ORIGINAL = {key: value for key, value in TOGETHER[1][1].items() if key != "rope_parameters"}
 UNTRUNCATED, WINDOWS = TOGETHER[-1][1], {"layer_types": [FULL, SLIDING, FULL], "head_dim": 16}
 window_of_a_llama = test_the_texts_of_a_llama_with_a_window_end_with_it
-positions_of_a_llama = functools.partial(test_absent_positions_are_those_of_the_class, "llama")
+positions_of_a_llama = functools.partial(
+    test_an_absent_key_has_the_default_of_transformers, "llama", "max_position_embeddings"
+)
 IGNORED = (
     *((family, "is_causal", False) for family in ("llama", "qwen2", "gemma2")),
     ("llama", "attention_chunk_size", 16),

@@ -17,7 +17,7 @@ from torch import Tensor
 from foredraft.model.checkpoint import CheckpointTensors
 from foredraft.model.locate import with_loras
 from foredraft.model.lora import merging
-from foredraft.model.lora.adapter import LoraConfig, LowRankUpdate, Replacement, Shift
+from foredraft.model.lora.adapter import Change, LoraConfig
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import close, prompt_logits
@@ -142,22 +142,26 @@ ROUNDED_CHANGE = mutated_values(lambda merge, values: values + change_of(merge, 
 EXCHANGED = mutated_change(lambda changed, *given, transposed: changed(*given, transposed=not transposed))
 # every piece of a weight gets the change of its first rows
 FIRST_ROWS_AGAIN = mutated_change(
-    lambda changed, values, lora, what, piece, *rest, **named: changed(
-        values, lora, what, slice(0, piece.stop - piece.start), *rest, **named
+    lambda changed, values, change, piece, *rest, **named: changed(
+        values, change, slice(0, piece.stop - piece.start), *rest, **named
     )
 )
 UNSCALED_SHIFT = mutated_change(
-    lambda changed, values, lora, what, *rest, **named: changed(
-        values, lora, replace(what, scale=1.0) if isinstance(what, Shift) else what, *rest, **named
+    lambda changed, values, change, *rest, **named: changed(
+        values, change if change.is_product else replace(change, scale=1.0), *rest, **named
     )
 )
 
 
-def without(kind: type) -> Mutation:
+def is_shift(change: Change) -> bool:
+    return not (change.replaces or change.is_product)
+
+
+def without(kind: Callable[[Change], bool]) -> Mutation:
     """Leave out the changes of a kind."""
     return mutated_change(
-        lambda changed, values, lora, what, *rest, **named: (
-            values if isinstance(what, kind) else changed(values, lora, what, *rest, **named)
+        lambda changed, values, change, *rest, **named: (
+            values if kind(change) else changed(values, change, *rest, **named)
         )
     )
 
@@ -188,10 +192,10 @@ MUTANTS = [
         "change rounded before merging", merging.changed, ROUNDED_CHANGE, weights("attention", torch.bfloat16)
     ),
     defect("rows of another piece", merging.changed, FIRST_ROWS_AGAIN, small_pieces),
-    defect("modules_to_save ignored", merging.changed, without(Replacement), logits("saved-head")),
-    defect("changed biases ignored", merging.changed, without(Replacement), logits("own-biases")),
-    defect("products ignored", merging.changed, without(LowRankUpdate), logits("all-linear")),
-    defect("bias of B ignored", merging.changed, without(Shift), logits("lora-bias")),
+    defect("modules_to_save ignored", merging.changed, without(lambda change: change.replaces), logits("saved-head")),
+    defect("changed biases ignored", merging.changed, without(lambda change: change.replaces), logits("own-biases")),
+    defect("products ignored", merging.changed, without(lambda change: change.is_product), logits("all-linear")),
+    defect("bias of B ignored", merging.changed, without(is_shift), logits("lora-bias")),
     defect("bias of B not scaled", merging.changed, UNSCALED_SHIFT, weights("lora-bias")),
     defect("tied embedding changed with the head", merging.unties, lambda sound: lambda lora: False, logits("tied-embedding")),
     defect("last LoRA alone", merging.changed_tensors, last_lora_alone, test_several_loras_add_up),

@@ -154,7 +154,9 @@ def byte_level(pre: Any, **changes: Any) -> dict[str, Any]:
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(vocabulary_of(metadata).tokenizer)
+    found = vocabulary_of(metadata)
+    assert found is not None
+    return tokenizers.Tokenizer.from_str(found[0])
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from foredraft.drafters.asset import Found
 from foredraft.errors import ConfigError
 from foredraft.loading import capacity
 from foredraft.loading import runners as devices
-from foredraft.loading.capacity import CacheLimits, cache_size
+from foredraft.loading.capacity import CacheLimits, Capacity
 from foredraft.loading.runners import check_dtype, find_device
 from foredraft.model.attention import PINNED
 from foredraft.model.cache import KVCache
@@ -144,11 +144,12 @@ def test_an_8b_model_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: 
     spec, dtype = TARGET.spec, TARGET.dtype
     memory = int(0.97 * gib * GIB)  # what CUDA itself leaves
     monkeypatch.setattr(capacity, "free_memory", lambda device: memory)
-    default = cache_size(TARGET, (), CUDA, CacheLimits(reserved=kept), kernels=False)
+    whole = Capacity(TARGET, (), CUDA, kernels=False, reserved=kept)
+    default = whole.cache_size(CacheLimits())
     assert default.rows >= 4 and default.positions >= 4096
     room = memory - weight_bytes(spec, CUDA, dtype) - kept - 2 * GRAPHS
-    for limits in (CacheLimits(reserved=kept), CacheLimits(max_length=2048, reserved=kept)):
-        size = cache_size(TARGET, (), CUDA, limits, kernels=False)
+    for limits in (CacheLimits(), CacheLimits(max_length=2048)):
+        size = whole.cache_size(limits)
         row = KVCache.bytes_per_row(spec, size.positions, dtype)
         assert row >= size.positions * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2  # keys and values
         row += IN_A_ROUND
@@ -162,8 +163,8 @@ def test_each_model_of_a_drafter_has_graphs_of_its_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(capacity, "free_memory", lambda device: 24 * GIB)
     cache = KVCache.bytes_per_row(TARGET.spec, 4096, TARGET.dtype)
     for device, graphs, row in ((CUDA, GRAPHS, IN_A_ROUND), (torch.device("cpu"), 0, 0)):
-        assert capacity._row_bytes(TARGET, (), device, 4096) == cache + row
+        assert Capacity(TARGET, (), device).row_bytes(4096) == cache + row
         assets = ((), (Found(),), (Found(bytes=1024),))
-        none, free, large = (capacity._cache_budget(TARGET, each, device, False) for each in assets)
+        none, free, large = (Capacity(TARGET, each, device, False).cache_budget() for each in assets)
         assert none == free
         assert free - large == pytest.approx((1024 + graphs) * capacity._SHARE[device.type], abs=1)

@@ -293,10 +293,6 @@ def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
             check_memory(models, patched, llm, draft, 1024, 1500)
 
 
-def test_greedy_draft_sampling_may_wait_for_a_request_that_names_the_draft_model(models: Path) -> None:
-    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")
-
-
 NO_DEVICES = ("meta", "mps", "xpu", "gpu", "", "CPU", "cuda:", "cuda:-1", "cuda:1.5", "cuda:0:1")
 
 
@@ -494,13 +490,6 @@ def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path:
     assert self_draft(load_big(models, plan="exit:2")).skips == Skips(exit=2)
 
 
-def test_layer_skip_drafts_on_the_targets_cache(models: Path) -> None:
-    llm = load_big(models, plan="skip:attn=1")
-    assert self_draft(llm).caches == (engine_of(llm).cache,)
-    assert self_draft(llm).draft_pass.runner is llm.loaded.runner
-    assert engine_of(llm).rows.caches == [engine_of(llm).cache]
-
-
 def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
     with pytest.raises(ConfigError, match=NO_PLAN):
         load_big(models, drafter="layer-skip")
@@ -577,7 +566,8 @@ def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
         assert not told or "but runs on cpu in " in told[0]
 
 
-def test_greedy_draft_sampling_works_with_layer_skip(models: Path) -> None:
+def test_greedy_draft_sampling_needs_a_drafter_that_a_request_may_name(models: Path) -> None:
+    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")
     llm = load_big(models, plan="skip:attn=1", draft_sampling="greedy")
     assert llm.generate("a b c", replace(GREEDY, temperature=1.0))[0].stats.drafted > 0
     llm = load_big(models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy")

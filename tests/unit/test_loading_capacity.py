@@ -1,11 +1,10 @@
-"""Free memory, sizes of weights, dtypes of devices, and errors before a weight is read."""
+"""Sizes of weights, dtypes of devices, and errors before a weight is read."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import foredraft
 from foredraft import ConfigError, loading
 from foredraft.kernels.compilation import library
-from foredraft.loading import machine_limits as memory
 from foredraft.loading import runners as devices
 from foredraft.model import source
 from foredraft.model.decoder import Decoder
@@ -47,88 +45,6 @@ def test_counting_bytes_imports_no_compiler(tmp_path: Path) -> None:
     """That would take as long as all other imports. Gemma's norms are sums, which "meta" does in Python."""
     folder = checkpoints.save_checkpoint(tmp_path / "model", "gemma2")
     python("-c", COUNTS.replace("CONFIG", repr(json.loads((folder / "config.json").read_text()))))
-
-
-# --- free memory ---------------------------------------------------------------------------------------
-
-
-def machine(root: Path, cgroup: str, mountinfo: str, files: dict[str, str], available: int = 100) -> None:
-    """Write a /proc with `available` GiB of free memory, and control groups whose files hold GiB."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available * 2**20} kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
-    (root / "proc/self/mountinfo").write_text(mountinfo)
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-
-
-V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
-MOUNT1 = f"35 31 0:32 {{}} /{V1} rw,relatime - cgroup cgroup rw,memory\n"
-MOUNT2 = f"31 23 0:28 {{}} /{V2} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
-OTHERS = "22 1 0:5 / / rw shared:1 - ext4 /dev/vda1 rw\n36 31 0:33 / /x rw - cgroup cgroup rw,devices\n"
-
-
-def v1(limit: int, usage: int, files: int, at: str = V1) -> dict[str, str]:
-    stat = f"cache 9\ntotal_cache 9\ntotal_inactive_file {files * GIB}\ntotal_active_file {GIB}\n"
-    return {
-        f"{at}/memory.limit_in_bytes": f"{limit * GIB}\n",
-        f"{at}/memory.usage_in_bytes": f"{usage * GIB}\n",
-        f"{at}/memory.stat": stat,
-    }
-
-
-def v2(limit: int | None, usage: int, files: int, at: str = V2) -> dict[str, str]:
-    return {
-        f"{at}/memory.max": "max\n" if limit is None else f"{limit * GIB}\n",
-        f"{at}/memory.current": f"{usage * GIB}\n",
-        f"{at}/memory.stat": f"anon 1\ninactive_file {files * GIB}\nactive_file {GIB}\n",
-    }
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "mounts", "files", "free"),
-    [
-        ("0::/\n", "", {}, 100),  # no groups
-        ("0::/\n", MOUNT2.format("/"), v2(16, 6, 2), 16 - 6 + 2 + 1),  # a container with its own namespace
-        ("0::/\n", MOUNT2.format("/"), v2(None, 6, 2), 100),
-        ("0::/\n", MOUNT2.format("/"), v2(16, 20, 0), 0),  # a limit below the usage
-        ("0::/\n", MOUNT2.format("/"), v2(500, 6, 2), 100),  # more than the machine has
-        ("0::/a/b\n", MOUNT2.format("/"), v2(30, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
-        ("0::/a/b\n", MOUNT2.format("/"), v2(None, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
-        ("0::/a/b\n", MOUNT2.format("/"), v2(10, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 11),
-        ("0::/d/c1\n", MOUNT2.format("/d/c1"), v2(16, 6, 2), 13),  # mounted at the group itself
-        ("4:memory:/\n0::/\n", MOUNT1.format("/"), v1(16, 6, 2), 13),
-        ("4:cpu,memory:/a\n", MOUNT1.format("/"), v1(12, 6, 2, f"{V1}/a"), 9),
-        ("4:memory:/docker/f00\n", MOUNT1.format("/docker/f00"), v1(16, 6, 2), 13),
-        ("4:memory:/docker/f00\n", MOUNT1.format("/"), v1(16, 6, 2), 13),  # its own folder is not visible
-        ("4:memory:/\n", MOUNT1.format("/"), v1(8 * 2**30 - 1, 6, 2), 100),  # version 1's "no limit"
-        ("4:memory:/\n0::/\n", MOUNT1.format("/") + MOUNT2.format("/"), v1(16, 6, 2) | v2(16, 9, 2), 10),
-    ],
-)
-def test_free_memory_respects_the_limits_of_control_groups(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cgroup: str,
-    mounts: str,
-    files: dict[str, str],
-    free: int,
-) -> None:
-    machine(tmp_path, cgroup, OTHERS + mounts, files)
-    monkeypatch.setattr(memory, "MEMORY_ROOT", tmp_path)
-    assert memory.free_memory(CPU) == free * GIB
-
-
-def test_half_of_the_memory_is_free_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    monkeypatch.setattr(memory, "MEMORY_ROOT", tmp_path)
-    assert memory.free_memory(CPU) == half > 0
-
-
-def test_memory_that_the_allocator_caches_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("memory_reserved", 7), ("memory_allocated", 3), ("mem_get_info", (10, 99))):
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory.free_memory(CUDA) == 14
 
 
 # --- sizes of weights ----------------------------------------------------------------------------------

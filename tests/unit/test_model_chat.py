@@ -396,25 +396,16 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("chatml", ["hello"], {}, "messages[0] is not an object"),
     ("chatml", [USER, {"content": "x"}], {}, "messages[1] has no role"),
     ("chatml", [{"role": 5, "content": "x"}], {}, "messages[0] has no role that is text"),
-    (
-        "chatml",
-        [{"role": "user"}],
-        {},
-        "'dict object' has no attribute 'content'",
-    ),  # which the template needs
-    ("chatml", [{"role": "user", "content": 5}], {}, "can only concatenate str"),
-    (
-        "chatml",
-        [{"role": "user", "content": CYCLE}],
-        {},
-        "messages[0] is nested too deeply, or contains itself; give",
-    ),
-    ("chatml", [{"role": "user", "content": "a\udcff"}], {}, "a message is not valid Unicode"),
-    (
-        "chatml",
-        [{"role": "user", "content": [Path("x")]}],
-        {},
-        "messages[0] holds a PosixPath; give text, numbers",
+    # the template needs it
+    ("chatml", [{"role": "user"}], {}, "'dict object' has no attribute 'content'"),
+    *(
+        ("chatml", [{"role": "user", "content": content}], {}, expected)
+        for content, expected in (
+            (5, "can only concatenate str"),
+            (CYCLE, "messages[0] is nested too deeply, or contains itself; give"),
+            ("a\udcff", "a message is not valid Unicode"),
+            ([Path("x")], "messages[0] holds a PosixPath; give text, numbers"),
+        )
     ),
     # transformers drops lists that the template does not read, and the model never hears of the tools
     *(

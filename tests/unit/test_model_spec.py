@@ -263,6 +263,9 @@ def test_a_refused_value_is_named_with_its_key(name: str) -> None:
         assert f"{key} is {shown}" in line or f"{key} = {shown}" in line, f"{key} = {value!r}: {line}"
 
 
+KEEP_ONE = "keep the one that the model was trained with"
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+BARE_LINEAR = {"rope_type": "linear", "factor": 4.0}
 # config -> keys, and what the refusal says beside them
 SAID: dict[str, list[tuple[dict[str, Any], str]]] = {
     "llama": [
@@ -280,6 +283,10 @@ SAID: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters: rope_theta is 0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        # transformers prefers rope_scaling to rope_parameters, and the inner rope_theta to the outer one
+        ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": LLAMA3_ROPE}, KEEP_ONE),
+        ({"rope_scaling": OLD_ROPE, "rope_parameters": LLAMA3_ROPE}, KEEP_ONE),  # with the default theta
+        ({"rope_theta": 1e6, "rope_parameters": LLAMA3_ROPE}, KEEP_ONE),
         ({"logits_scaling": 8.0}, "logits_scaling = 8.0 is not supported: exllamav2 divides logits; use"),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "torch_dtype is 'bfloat16'; dtype is 'float16'"),
         ({"eos_token_id": 97}, "json: eos_token_id is 97, but vocab_size is 97; give an id below it"),
@@ -294,6 +301,14 @@ SAID: dict[str, list[tuple[dict[str, Any], str]]] = {
     "mistral": [({"sliding_window": None, "layer_types": [SLIDING] * 3}, "layer_types")],
     "qwen2": [({"layer_types": [SLIDING] * 3}, "it must name full_attention for each")],
     "gemma3": [
+        ({"rope_parameters": {FULL: BARE_LINEAR}, "rope_scaling": DEFAULT_ROPE}, KEEP_ONE),
+        ({"rope_parameters": {FULL: DEFAULT_ROPE}, "rope_theta": 1e6}, "rope_theta is 1000000.0"),
+        ({"rope_parameters": {SLIDING: DEFAULT_ROPE}, "rope_local_base_freq": 1e4}, "base_freq is 10000.0"),
+        ({"rope_parameters": DEFAULT_ROPE}, "rope_parameters: rope_type = 'default' is not supported"),
+        ({"rope_parameters": {FULL: "default"}}, "full_attention is 'default'"),
+        ({"rope_parameters": {"truncate": None}}, "rope_parameters: truncate is None"),
+        ({"rope_scaling": LINEAR}, "rope_scaling: type is 'linear'; spell it rope_type"),
+        ({"rope_local_base_freq": "1"}, "rope_local_base_freq is '1'"),
         ({"sliding_window_pattern": 2, "layer_types": [FULL] * 7}, "layer_types differs"),
         ({"model_type": "gemma3"}, "text_config is missing"),
         ({"model_type": "llava", "text_config": {}}, "a model of images, with or without text; give a dense"),

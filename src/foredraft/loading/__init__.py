@@ -17,7 +17,7 @@ from foredraft.errors import ConfigError, Option
 from foredraft.kinds.load_options import LoadOptions
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
-from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
+from foredraft.loading.capacity import CacheLimits, CacheSize, Capacity
 from foredraft.loading.checkpoints import (
     ChosenDrafting,
     Needs,
@@ -110,8 +110,8 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     rows = positions = None
     if needs is not None:
         rows, positions = needs(target.tokenizer, params)
-    limits = CacheLimits(options.max_batch, options.max_length, rows, positions, reserved)
-    size = cache_size(target, drafting.found.values(), device, limits, kernels=options.allows_kernels)
+    capacity = Capacity(target, drafting.found.values(), device, options.allows_kernels, reserved)
+    size = capacity.cache_size(CacheLimits(options.max_batch, options.max_length, rows, positions))
     _loads.note(threads.number)
     whole = [replace(model, length=size.positions) for model in (target, *drafting.models)]
     runner, *models = make_runners(options, whole, device)

@@ -18,16 +18,10 @@ import torch
 from foredraft.drafters.draft_model import same_vocabulary
 from foredraft.errors import ConfigError, Option, join_text, python_spelling
 from foredraft.kernels.compilation import describe_level
-from foredraft.kinds.load_options import LoadOptions, Progress
+from foredraft.kinds.load_options import Progress
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
-from foredraft.loading.capacity import (
-    CacheLimits,
-    cache_size,
-    expanded_memory,
-    longest_sequence,
-    weight_memory,
-)
+from foredraft.loading.capacity import CacheLimits, Capacity, weight_memory
 from foredraft.loading.checkpoints import ChosenDrafting, choose_drafting, find_target
 from foredraft.loading.machine_limits import choose_threads, free_memory
 from foredraft.loading.runners import check_dtype, describe_operators, find_device
@@ -37,7 +31,7 @@ from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import BITS
 from foredraft.model.runner import unserved_because
 from foredraft.model.source import weights_to_come
-from foredraft.model.weights import load_decoder, parameter_count
+from foredraft.model.weights import expanded_bytes, load_decoder, parameter_count
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
 
@@ -164,7 +158,7 @@ def inspect_models(
             for name, kind in DRAFTERS.items()
             if kind.asset is not None
         ),
-        context=_context(given, target, drafting, device, spelling),
+        context=_context(Capacity(target, drafting.found.values(), device, given.allows_kernels), spelling),
         threads=ThreadsInfo(threads.number, threads.describe(spelling)),
         kernels=_kernels(target, device, spelling) if device.type == "cpu" else None,
     )
@@ -188,16 +182,17 @@ def _check(checkpoint: Checkpoint, device: torch.device) -> bool:
 def _model_info(
     role: str, name: str | Path | None, checkpoint: Checkpoint, device: torch.device, checked: bool
 ) -> ModelInfo:
-    spec, parameters = checkpoint.spec, parameter_count(checkpoint.spec)
-    half = torch.float16 if checkpoint.dtype == torch.float16 else torch.bfloat16
+    spec, dtype = checkpoint.spec, checkpoint.dtype
+    served = unserved_because(spec, device, dtype) is None
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     sizes = {
-        8 * dtype.itemsize: weight_memory(replace(checkpoint, dtype=dtype), device)
-        for dtype in (torch.float32, half)
+        8 * each.itemsize: weight_memory(replace(checkpoint, dtype=each), device)
+        for each in (torch.float32, half)
     }
     larger: dict[int, int] = {}
     if role == "target" and spec.quantisation is None:
         fewer = {bits: weight_memory(replace(checkpoint, bits=bits), device) for bits in BITS.values()}
-        whole = sizes[8 * checkpoint.dtype.itemsize]
+        whole = sizes[8 * dtype.itemsize]
         larger = {bits: size for bits, size in fewer.items() if size >= whole}
         sizes |= {bits: size for bits, size in fewer.items() if bits not in larger}
     return ModelInfo(
@@ -205,36 +200,38 @@ def _model_info(
         name=None if name is None else str(name),
         folder=str(checkpoint.source),
         architecture=spec.wrapper or spec.architecture,
-        parameters=parameters,
+        parameters=parameter_count(spec),
         layers=spec.layers,
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        dtype=dtype_name(checkpoint.dtype),
+        dtype=dtype_name(dtype),
         quantisation=None if spec.quantisation is None else spec.quantisation.described,
         tokenizer=checkpoint.tokenizer is not None,
         weights_checked=checked,
         weight_bytes=sizes,
         larger_bytes=larger,
-        expanded_bytes=expanded_memory(checkpoint, device),
-        cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
+        expanded_bytes={}
+        if spec.quantisation is None
+        else expanded_bytes(spec, device, dtype, native=served),
+        cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, dtype),
         loras=tuple(_lora_info(name, folder) for name, folder in checkpoint.source.loras),
     )
 
 
 def _lora_info(name: str, folder: Path) -> LoraInfo:
-    from foredraft.model.lora.adapter import Replacement, open_lora
+    from foredraft.model.lora.adapter import open_lora
 
     with ExitStack() as stack:
         lora = open_lora(name, folder, stack)
-    config, changed = lora.config, {c.module for c in lora.changes if not isinstance(c.what, Replacement)}
+    config, changed = lora.config, {each.module for each in lora.changes if not each.replaces}
     return LoraInfo(
         name=name,
         ranks=tuple(sorted(set(map(config.rank_of, changed)))),
         alphas=tuple(sorted(set(map(config.alpha_of, changed)))),
         scaled_by="sqrt(r)" if config.root else "r",
         modules=dict(sorted(Counter(module.rpartition(".")[2] for module in changed).items())),
-        replaced=sum(isinstance(change.what, Replacement) for change in lora.changes),
+        replaced=sum(change.replaces for change in lora.changes),
         base=config.base,
     )
 
@@ -245,20 +242,11 @@ def _note(name: str, drafting: ChosenDrafting, spelling: Callable[[Option], str]
     return drafting.missing[name].note(name, spelling) if found is None else found.about
 
 
-def _context(
-    options: LoadOptions,
-    target: Checkpoint,
-    drafting: ChosenDrafting,
-    device: torch.device,
-    spelling: Callable[[Option], str],
-) -> Context:
-    assets, kernels = drafting.found.values(), options.allows_kernels
+def _context(capacity: Capacity, spelling: Callable[[Option], str]) -> Context:
+    longest = None
     try:
-        longest = longest_sequence(target, assets, device, kernels=kernels)
-    except ConfigError as error:
-        return Context(None, refusal=error.describe(spelling))
-    try:
-        size = cache_size(target, assets, device, CacheLimits(), kernels=kernels)
+        longest = capacity.longest_sequence()
+        size = capacity.cache_size(CacheLimits())
     except ConfigError as error:
         return Context(longest, refusal=error.describe(spelling))
     return Context(longest, size.rows, size.positions)

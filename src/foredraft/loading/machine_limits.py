@@ -139,9 +139,6 @@ def _cores(allowed: tuple[int, ...], root: Path) -> int:
     return len({siblings(cpu) for cpu in allowed})
 
 
-MEMORY_ROOT = Path("/")
-
-
 # Version of control groups -> the files of limit and usage, and the keys of cached file pages in memory.stat.
 _MEMORY = {
     "cgroup2": (("memory.max", "memory.current"), ("inactive_file", "active_file")),
@@ -156,10 +153,10 @@ def free_memory(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     try:
-        found = [_fields(MEMORY_ROOT / "proc/meminfo")["MemAvailable:"] * 1024]
+        found = [_fields(ROOT / "proc/meminfo")["MemAvailable:"] * 1024]
     except (OSError, KeyError, ValueError):  # half of the machine's memory
         found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    for kind, folder in groups_of("memory", MEMORY_ROOT):
+    for kind, folder in groups_of("memory", ROOT):
         with contextlib.suppress(OSError, KeyError, ValueError):  # "max", or no such file: no limit
             files, cached_keys = _MEMORY[kind]
             limit, usage = (int((folder / name).read_text()) for name in files)

@@ -196,7 +196,7 @@ class CheckpointTensors:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
-        format = self._format(name) if len(shape) == 2 else None
+        format = format_of(name, self.quantisation) if len(shape) == 2 else None
         if format is None and self.device.type != "meta":
             return self.view(name, shape)
         expanded = torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -211,7 +211,8 @@ class CheckpointTensors:
 
     def _pieces(self, name: str, shape: tuple[int, int]) -> Iterator[Codes]:
         """Return a quantised weight in pieces; on "meta" there are none, its tensors are only checked."""
-        module, tensors, format = name.removesuffix(".weight"), dict[str, Tensor](), self._format(name)
+        module, tensors = name.removesuffix(".weight"), dict[str, Tensor]()
+        format = format_of(name, self.quantisation)
         assert format is not None
         parts = format.parts(module, shape)
         if "weight" in parts and self.naming.layer_class(module) != LINEAR:
@@ -224,9 +225,6 @@ class CheckpointTensors:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
         format.check(module, shape, tensors)
         return iter(()) if self.device.type == "meta" else pieces(format, shape, tensors)
-
-    def _format(self, name: str) -> WeightFormat | None:
-        return format_of(name, self.quantisation)
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
@@ -250,7 +248,7 @@ class CheckpointTensors:
         for name in sorted(set(self.files) - self.used):
             if IGNORED.fullmatch(name):
                 continue
-            of_codes = name.endswith(".bias") and self._format(name) is not None
+            of_codes = name.endswith(".bias") and format_of(name, self.quantisation) is not None
             if of_codes and not self.files[name].whole().float().any():
                 continue  # a zero bias, as old AutoGPTQ saves it
             if spec.leaves_unread(name):

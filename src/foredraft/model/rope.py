@@ -209,14 +209,15 @@ def read_ropes(
     if nested:
         _check_misplaced(read, nested)
     scaling = read.section("rope_scaling")  # applies to layers with full attention only
+    full_ones, all_ones = [*filter(None, (full, scaling))], [*filter(None, (full, windowed, scaling))]
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
         raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
     ropes = (
-        _read_all(read, [*filter(None, (full, scaling))], "rope_theta", theta),
-        _read_all(read, [*filter(None, (windowed,))], window_key, window_theta),
+        _read_all(read, full_ones, "rope_theta", theta),
+        _read_all(read, [windowed] if windowed else [], window_key, window_theta),
     )
     # transformers reads truncate beside the two sets, not in them
-    for section in filter(None, (full, windowed, scaling)):
+    for section in all_ones:
         if section.take("truncate") not in (None, truncate):
             read.ignored[section.named("truncate")] = section.take("truncate")
     first, second = (replace(rope, truncate=truncate) if rope.kind == "yarn" else rope for rope in ropes)
@@ -312,11 +313,6 @@ def _theta(read: ConfigReader, section: ConfigReader, key: str | None, default: 
     return theta
 
 
-def _dynamic(section: ConfigReader, theta: float, trained: int) -> Rope:
-    # the base grows from max_position_embeddings on, whatever ORIGINAL says
-    return Rope("dynamic", theta, section.number("factor"), original_positions=trained)
-
-
 def _llama3(section: ConfigReader, theta: float, trained: int) -> Rope:
     factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     rope = Rope("llama3", theta, factor, low, high, section.count(ORIGINAL, trained))
@@ -390,7 +386,10 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
 # scaling type -> function of (its section, theta, max_position_embeddings)
 KINDS: dict[str, Callable[[ConfigReader, float, int], Rope]] = {
     "default": lambda section, theta, trained: Rope("default", theta),
-    "dynamic": _dynamic,
+    # the base grows from max_position_embeddings on, whatever ORIGINAL says
+    "dynamic": lambda section, theta, trained: Rope(
+        "dynamic", theta, section.number("factor"), original_positions=trained
+    ),
     "linear": lambda section, theta, trained: Rope("linear", theta, section.number("factor")),
     "llama3": _llama3,
     "longrope": _longrope,

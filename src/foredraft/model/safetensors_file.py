@@ -120,15 +120,11 @@ class SafetensorsFile:
         return self._rows(self.tensors[name], None)
 
     def _rows(self, info: TensorInfo, rows: slice | None) -> Tensor:
-        if rows is None:
-            return self._values(info, info.shape, 0)
-        first, last, _ = rows.indices(info.shape[0])
-        shape = max(0, last - first), *info.shape[1:]
-        return self._values(info, shape, first * (info.size // max(1, info.shape[0])))
-
-    def _values(self, info: TensorInfo, shape: tuple[int, ...], offset: int) -> Tensor:
-        """Return values of a stored tensor, from so many bytes behind its beginning, in a shape."""
-        dtype = DTYPES[info.dtype]
+        shape, offset, dtype = info.shape, 0, DTYPES[info.dtype]
+        if rows is not None:
+            first, last, _ = rows.indices(shape[0])
+            offset = first * (info.size // max(1, shape[0]))  # bytes
+            shape = max(0, last - first), *shape[1:]
         try:
             values = mapped_bytes(self._file, info.start + offset, math.prod(shape) * dtype.itemsize)
         except OSError as error:

@@ -12,7 +12,7 @@ a plan: a draft of Draft & Verify (arXiv:2309.08168) leaves some sub-layers out,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,10 @@ from foredraft.model.unsupported import HARMLESS, check_unread, refusal
 from foredraft.model.wrappers import text_part_of, with_tie
 
 POSITIONS = "max_position_embeddings"
-CONFIG, LORA_CONFIG = "config.json", "adapter_config.json"
+SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}  # field -> key
+SIZES |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+CONFIG = "config.json"
+LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
 
@@ -257,7 +260,7 @@ class ModelSpec:
         if read.key(POSITIONS) not in config:
             read.config = {**config, POSITIONS: family.positions}
         fields = family.fields(read)
-        fields = _sizes(read, fields) | fields
+        fields |= {name: read.count(key) for name, key in SIZES.items() if name not in fields}
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
             raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
         positions = trained = read.count(POSITIONS)
@@ -272,6 +275,7 @@ class ModelSpec:
             architecture=architecture,
             max_positions=min(positions, fields.pop("longest", None) or positions),
             **fields,
+            dtype=_dtype(read),
             eos_token_ids=ends,
             bos_token_id=begin,
             head_copies=copies or read.flag(HEAD_COPIES, default=False),
@@ -307,19 +311,6 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
         if kind == family.model_type or (kind is None and names == [name]):
             return name, family
     raise refusal(config, [family.model_type for family in FAMILIES.values()])
-
-
-def _sizes(read: ConfigReader, given: Collection[str]) -> dict[str, Any]:
-    sizes: dict[str, Callable[[], Any]] = {
-        "vocab_size": lambda: read.count("vocab_size"),
-        "hidden_size": lambda: read.count("hidden_size"),
-        "layers": lambda: read.count("num_hidden_layers"),
-        "heads": lambda: read.count("num_attention_heads"),
-        "intermediate_size": lambda: read.count("intermediate_size"),
-        "norm_eps": lambda: read.number("rms_norm_eps", 1e-6),
-        "dtype": lambda: _dtype(read),
-    }
-    return {name: value() for name, value in sizes.items() if name not in given}
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

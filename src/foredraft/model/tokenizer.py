@@ -167,15 +167,10 @@ class Tokenizer:
         """Return a stream of the text that further ids add to that of `after`; arguments as in `decode`."""
         return Detokenizer(self, after, skip_special)
 
-    def special_id(self, text: str) -> int | None:
-        if invalid_at(text) is not None:
-            return None
-        id = self.inner.token_to_id(text)
-        return id if id in self.special else None
-
     def special_ids(self, texts: Iterable[str]) -> dict[int, str]:
-        found = {self.special_id(text): text for text in texts}
-        return {id: text for id, text in found.items() if id is not None}
+        """Return those of the texts that are special tokens, by their ids."""
+        found = {self.inner.token_to_id(text): text for text in texts if invalid_at(text) is None}
+        return {id: text for id, text in found.items() if id in self.special}
 
     def is_visible(self, id: int, skip_special: bool) -> bool:
         """Return whether the id reaches the decoder: it has a token, and is not skipped as special."""

@@ -207,8 +207,9 @@ def refusal(config: Mapping[str, Any], supported: Iterable[str]) -> CheckpointEr
     if kind is None and isinstance(text, dict):
         kind, instead = _known(text.get("model_type"), text)
     nearest = given if isinstance(given, str) else str(architecture).removesuffix("ForCausalLM").lower()
-    problem = f"config.json: {found} is not supported{_clause(kind)}"
-    return CheckpointError(problem, remedy=_remedy(kind, instead, nearest, supported))
+    problem = f"config.json: {found} is not supported"
+    problem, remedy = _refused(problem, kind, instead, nearest, supported)
+    return CheckpointError(problem, remedy=remedy)
 
 
 def refusal_of_gguf(
@@ -218,10 +219,8 @@ def refusal_of_gguf(
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind, instead = _known(architecture, own)
     nearest = architecture if isinstance(architecture, str) else ""
-    return (
-        f"has the architecture {shortened(architecture)}, which is not supported{_clause(kind)}",
-        _remedy(kind, instead, nearest, supported),
-    )
+    problem = f"has the architecture {shortened(architecture)}, which is not supported"
+    return _refused(problem, kind, instead, nearest, supported)
 
 
 def _known(name: object, config: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -230,11 +229,12 @@ def _known(name: object, config: Mapping[str, Any]) -> tuple[str | None, str]:
     return kind_of(config), MEDIUM
 
 
-def _clause(kind: str | None) -> str:
-    return "" if kind is None else f": it is {KINDS[kind]}"
-
-
-def _remedy(kind: str | None, instead: str, name: str, supported: Iterable[str]) -> str:
-    if kind is not None:
-        return f"give a dense model of its size that is supported, such as {instead}; {PAGE}"
-    return f"supported are {', '.join(sorted(supported))}; {PAGE}{did_you_mean(name, supported)}"
+def _refused(
+    problem: str, kind: str | None, instead: str, name: str, supported: Iterable[str]
+) -> tuple[str, str]:
+    """Return a problem, with what the model is, and the remedy."""
+    if kind is None:
+        listed = ", ".join(sorted(supported))
+        return problem, f"supported are {listed}; {PAGE}{did_you_mean(name, supported)}"
+    remedy = f"give a dense model of its size that is supported, such as {instead}; {PAGE}"
+    return f"{problem}: it is {KINDS[kind]}", remedy

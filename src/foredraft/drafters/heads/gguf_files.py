@@ -40,7 +40,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Shapes, joined_shape
 from foredraft.model.config import ConfigReader
 from foredraft.model.gguf.file import architecture_of
-from foredraft.model.gguf.gguf_config import EPSILONS, MetadataReader
+from foredraft.model.gguf.source import EPSILONS, MetadataReader
 from foredraft.model.gguf.tensors import PLAIN, ROPE_FACTORS, GGUFModel, model_name, row_order, stored_values
 from foredraft.model.quantisation.blocks import BLOCKS, GGUFFormat
 from foredraft.model.spec import ModelSpec

@@ -1,7 +1,7 @@
 """The supported architectures: which keys of a `config.json` each one reads, and how.
 
-A family is one entry in the file of its lineage: a function that turns config keys into fields of
-`ModelSpec`, how GGUF files hold it, and its tensors' names. An absent key has the default that `transformers`
+A family is one entry in the file of its lineage: what turns config keys into fields of `ModelSpec`, how
+GGUF files hold it, and its tensors' names. An absent key has the default that `transformers`
 gives it in that family. Papers:
 
     Gemma     arXiv:2403.08295    OPT          arXiv:2205.01068    EXAONE 4   arXiv:2507.11407

@@ -24,18 +24,17 @@ from foredraft.model.families.shared import (
     Heads,
     head_sizes,
     read_windows,
-    reader,
 )
 from foredraft.model.rope import read_full_ropes, read_ropes
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 
 def gemma(read: ConfigReader) -> dict[str, Any]:
-    if read.take("hidden_act") == "gelu":  # in this family it stands for the approximation by tanh
-        read.config = {**read.config, "hidden_act": "gelu_pytorch_tanh"}
-    return OF_GEMMA(read) | {"embedding_scale": read.count("hidden_size") ** 0.5}
+    scale = {"embedding_scale": read.count("hidden_size") ** 0.5}
+    # in this family "gelu" stands for the approximation by tanh
+    return scale | ({"activation": "gelu_tanh"} if read.take("hidden_act") == "gelu" else {})
 
 
 def gemma_common(read: ConfigReader) -> dict[str, Any]:
@@ -92,11 +91,6 @@ def gemma4(read: ConfigReader) -> dict[str, Any]:
     if size and rows < read.count("vocab_size"):
         raise read.error("vocab_size_per_layer_input", "it must be vocab_size at least")
     return _fields(read, window=512) | {"layer_input_size": size, "layer_input_rows": rows if size else 0}
-
-
-def gemma4_unified(read: ConfigReader) -> dict[str, Any]:
-    """Return the fields of `gemma4_unified_text`, which has neither experts nor embeddings by layer."""
-    return _fields(read, window=1024)
 
 
 def _fields(read: ConfigReader, window: int) -> dict[str, Any]:
@@ -185,13 +179,6 @@ def _sources(read: ConfigReader, windows: tuple[int | None, ...]) -> tuple[int, 
 
 # Layers of the Gemma models with 27 billion weights, whose attention scale differs; no file says it.
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-
-
-def gemma2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
-    return _windowed_in_gguf(read, config, pattern=2) | {
-        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
-    }
 
 
 def gemma3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
@@ -291,17 +278,18 @@ def _turning(read: MetadataReader, head_dim: int) -> float:
     return count / len(given)
 
 
-READ: dict[str, Any] = {"windows": None, "flags": WITH_BIASES | {"tied": True}}
-OF_GEMMA = reader(
-    heads=Heads(16, dim=256, null_dim=False), activation=("hidden_act", "gelu_pytorch_tanh"),
-    flags=READ["flags"], norm_offset=True,
-)  # fmt: skip
-READ |= {"heads": HEADS, "activation": ("hidden_activation", "gelu_pytorch_tanh"), "post_norms": True}
-READ_4: dict[str, Any] = READ | {
-    "rope": None, "norm_float32": True, "head_norms": True, "value_norms": True, "layer_scalars": True
+ONES: dict[str, Any] = {"eos": 1, "bos": 2}
+TANH, TIED = "gelu_pytorch_tanh", WITH_BIASES | {"tied": True}
+COMMON: dict[str, Any] = ONES | {
+    "heads": HEADS, "activation": ("hidden_activation", TANH), "flags": TIED, "windows": None
 }  # fmt: skip
-COMMON: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "biases": ATTENTION_BIAS}
-LATER: dict[str, Any] = COMMON | {"activation_key": "hidden_activation", "parts": NORMED_TWICE}
+OF_4: dict[str, Any] = COMMON | {
+    "rope": None,
+    "fixed": dict.fromkeys("post_norms norm_float32 head_norms value_norms layer_scalars".split(), True),
+}
+NORMS = {"post_norms": True, "norm_offset": True}
+FILE: dict[str, Any] = {"activation": TANH, "biases": ATTENTION_BIAS}
+LATER: dict[str, Any] = FILE | {"activation_key": "hidden_activation", "parts": NORMED_TWICE}
 OF_GEMMA4 = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -310,19 +298,29 @@ OF_GEMMA4 = {
 }
 FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
-        "gemma", gemma, eos=1, bos=2, positions=8192, gguf=(GGUF("gemma", adds_one=True, **COMMON),)
+        "gemma", gemma, **ONES, positions=8192, heads=Heads(16, dim=256, null_dim=False),
+        activation=("hidden_act", TANH), flags=TIED, fixed={"norm_offset": True},
+        gguf=(GGUF("gemma", adds_one=True, **FILE),),
     ),
     "Gemma2ForCausalLM": Family(
-        "gemma2", reader(gemma2, norm_offset=True, **READ), eos=1, bos=2, positions=8192,
-        gguf=(GGUF("gemma2", gemma2_in_gguf, adds_one=True, **LATER),),
+        "gemma2", gemma2, positions=8192, fixed=NORMS, **COMMON,
+        gguf=(
+            GGUF(
+                "gemma2",
+                lambda read, config: _windowed_in_gguf(read, config, pattern=2) | {
+                    "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
+                    "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
+                },
+                adds_one=True, **LATER,
+            ),
+        ),
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", reader(gemma3, rope=None, norm_offset=True, head_norms=True, **READ),
-        eos=1, bos=2, positions=131_072,
+        "gemma3_text", gemma3, positions=131_072, rope=None, fixed={**NORMS, "head_norms": True}, **COMMON,
         gguf=(GGUF("gemma3", gemma3_in_gguf, adds_one=True, **LATER),),
     ),
     "Gemma4ForCausalLM": Family(
-        "gemma4_text", reader(gemma4, **READ_4), eos=1, bos=2, positions=131_072,
+        "gemma4_text", gemma4, positions=131_072, **OF_4,
         gguf=(
             GGUF(
                 "gemma4", gemma4_in_gguf, rope="own", by_layer=BY_LAYER,
@@ -330,7 +328,8 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
+    # it has neither experts nor embeddings by layer
     "Gemma4UnifiedForCausalLM": Family(
-        "gemma4_unified_text", reader(gemma4_unified, **READ_4), eos=1, bos=2, positions=262_144
+        "gemma4_unified_text", lambda read: _fields(read, window=1024), positions=262_144, **OF_4
     ),
 }  # fmt: skip

@@ -14,15 +14,15 @@ from foredraft.model.families.shared import (
     Family,
     Heads,
     longest,
-    reader,
     window_of_all,
+    with_longest,
 )
 from foredraft.model.layers import PROJECTIONS, ProjectedLayout
 from foredraft.model.rope import Rope, read_rope
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, POSITIONS, Naming
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 GPT2 = Naming(
     prefixes=("transformer.", ""),
@@ -60,6 +60,7 @@ OPT = Naming(
     },
 )
 BIASES = ("qkv_bias", "output_bias", "mlp_bias")
+PARALLEL = "use_parallel_residual"
 OPT_OFFSET = 2  # the row of position 0 in OPT's table
 NO_ROTATION = Rope("default", 10_000.0, share=0.0)
 
@@ -142,13 +143,8 @@ PHI = Naming(
 )
 
 
-def gpt_neox(read: ConfigReader) -> dict[str, Any]:
-    parallel = read.flag("use_parallel_residual", default=True)
-    return {"parallel_residual": parallel, "mlp_bias": True, "longest": longest(read)}
-
-
 def stablelm(read: ConfigReader) -> dict[str, Any]:
-    parallel = read.flag("use_parallel_residual", default=False)
+    parallel = read.flag(PARALLEL, default=False)
     head_norms = read.flag("qk_layernorm", default=False)
     heads = read.count("num_attention_heads"), read.count("num_key_value_heads", 32)
     return ({"naming": _by_head(*heads)} if head_norms else {}) | {
@@ -159,14 +155,6 @@ def stablelm(read: ConfigReader) -> dict[str, Any]:
         "parallel_residual": parallel,
         "shared_norm": parallel,
     }
-
-
-def phi(read: ConfigReader) -> dict[str, Any]:
-    return {"longest": longest(read), "head_norms": read.flag("qk_layernorm", default=False)}
-
-
-def starcoder2(read: ConfigReader) -> dict[str, Any]:
-    return dict.fromkeys(BIASES, read.flag("use_bias", default=True))
 
 
 @functools.cache
@@ -183,77 +171,67 @@ def _by_head(heads: int, kv_heads: int) -> Naming:
 STARCODER2 = Naming(inner={**LLAMA_INNER, "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
 
 
-def gpt2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
-    return {"intermediate_size": None, "n_inner": config["intermediate_size"]}
-
-
-def gpt_neox_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
-    return {"use_parallel_residual": read.flag("use_parallel_residual", default=True)}
-
-
 def stablelm_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
     # a model of parallel residuals has one norm for attention and MLP
     parallel = not read.has_tensor("blk.0.ffn_norm.weight")
-    read.flag("use_parallel_residual", default=parallel)  # older files have true in all models
+    read.flag(PARALLEL, default=parallel)  # older files have true in all models
     head_norms = read.has_tensor("blk.0.attn_q_norm.weight")
-    return {"qk_layernorm": head_norms, "use_parallel_residual": parallel}
+    return {"qk_layernorm": head_norms, PARALLEL: parallel}
 
 
-NORMED: dict[str, Any] = {"norm_eps": ("layer_norm_eps", 1e-5), "layer_norms": True, "norm_bias": True}
-BIASED: dict[str, Any] = dict.fromkeys(BIASES, True)
+LAYER_EPS = ("layer_norm_eps", 1e-5)
+NORMED = {"layer_norms": True, "norm_bias": True}
+BIASED = dict.fromkeys(BIASES, True)
+TIED = FLAGS | {"tied": True}
 LEARNED: dict[str, Any] = {  # positions are learned
-    "heads": Heads(divided=True, equal=True), "rope": lambda *_: NO_ROTATION, "flags": FLAGS | {"tied": True},
-    "layer_norms": True, "norm_bias": True, "gated": False,
+    "heads": Heads(divided=True, equal=True), "rope": lambda *_: NO_ROTATION, "flags": TIED,
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
-        "gpt2",
-        reader(
-            gpt2, activation=("activation_function", "gelu_new"), naming=GPT2,
-            norm_eps=("layer_norm_epsilon", 1e-5), fused_qkv=True, **BIASED, **LEARNED,
-        ),
-        eos=50256, bos=50256, positions=1024, spelled=GPT2_KEYS, inner_key="n_inner",
+        "gpt2", gpt2, eos=50256, bos=50256, positions=1024, activation=("activation_function", "gelu_new"),
+        norm_eps=("layer_norm_epsilon", 1e-5), spelled=GPT2_KEYS, inner_key="n_inner", **LEARNED,
+        fixed={**NORMED, **BIASED, "gated": False, "fused_qkv": True, "naming": GPT2},
         gguf=(
             GGUF(
-                "gpt2", gpt2_in_gguf, activation="gelu_new", activation_key="activation_function",
-                norm_key="layer_norm_epsilon", rope="own", parts=FUSED_QKV,
+                "gpt2",
+                lambda read, config: {"intermediate_size": None, "n_inner": config["intermediate_size"]},
+                activation="gelu_new", activation_key="activation_function", norm_key="layer_norm_epsilon",
+                rope="own", parts=FUSED_QKV,
             ),
         ),
     ),
     "GPTNeoXForCausalLM": Family(
         "gpt_neox",
-        reader(
-            gpt_neox, heads=Heads(divided=True, equal=True), activation=("hidden_act", "gelu"),
-            rope=lambda read, head_dim: read_rope(
-                read, head_dim=head_dim, share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct"
-            ),
-            flags=FLAGS | {"attention_bias": True}, fused_qkv=True, grouped_qkv=True, naming=NEOX,
-            gated=False, **NORMED,
+        lambda read: with_longest(read) | {"parallel_residual": read.flag(PARALLEL, default=True)},
+        eos=2, bos=0, positions=2048, heads=LEARNED["heads"], activation=("hidden_act", "gelu"),
+        rope=lambda read, head_dim: read_rope(
+            read, head_dim=head_dim, share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct"
         ),
-        eos=2, bos=0, positions=2048,
+        flags=FLAGS | {"attention_bias": True}, norm_eps=LAYER_EPS,
+        fixed={
+            **NORMED, "mlp_bias": True, "fused_qkv": True, "grouped_qkv": True, "naming": NEOX, "gated": False
+        },
         gguf=(
             GGUF(
-                "gptneox", gpt_neox_in_gguf, activation="gelu", biases={"attention_bias": "attn_qkv"},
-                norm_key="layer_norm_eps", rope="part", parts=FUSED_QKV,
+                "gptneox", lambda read, config: {PARALLEL: read.flag(PARALLEL, default=True)},
+                activation="gelu", biases={"attention_bias": "attn_qkv"}, norm_key="layer_norm_eps",
+                rope="part", parts=FUSED_QKV,
             ),
         ),
     ),
     "OPTForCausalLM": Family(
-        "opt",
-        reader(
-            opt, activation=("activation_function", "relu"), position_offset=OPT_OFFSET, norm_eps=1e-5,
-            **LEARNED,
-        ),
-        eos=2, bos=2, positions=2048, inner_key="ffn_dim",
+        "opt", opt, eos=2, bos=2, positions=2048, activation=("activation_function", "relu"), norm_eps=1e-5,
+        inner_key="ffn_dim", fixed={**NORMED, "gated": False, "position_offset": OPT_OFFSET}, **LEARNED,
     ),
     "PhiForCausalLM": Family(
         "phi",
-        reader(
-            phi, rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5),
-            activation=("hidden_act", "gelu_new"), naming=PHI, gated=False, head_bias=True,
-            parallel_residual=True, shared_norm=True, **BIASED, **NORMED,
-        ),
-        eos=2, bos=1, positions=2048,
+        lambda read: with_longest(read) | {"head_norms": read.flag("qk_layernorm", default=False)},
+        eos=2, bos=1, positions=2048, activation=("hidden_act", "gelu_new"), norm_eps=LAYER_EPS,
+        rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5),
+        fixed={
+            **NORMED, **BIASED, "naming": PHI, "gated": False, "head_bias": True, "parallel_residual": True,
+            "shared_norm": True,
+        },
         gguf=(
             GGUF(
                 "phi2", fixed={"qk_layernorm": False}, activation="gelu_new", norm_key="layer_norm_eps",
@@ -262,12 +240,9 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "StableLmForCausalLM": Family(
-        "stablelm",
-        reader(
-            stablelm, heads=Heads(32, null_kv=False, divided=True),
-            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.25), **NORMED,
-        ),
-        eos=0, bos=0, positions=4096,
+        "stablelm", stablelm, eos=0, bos=0, positions=4096, heads=Heads(32, null_kv=False, divided=True),
+        rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.25), norm_eps=LAYER_EPS,
+        fixed=NORMED,
         gguf=(
             GGUF(
                 "stablelm", stablelm_in_gguf, biases={"use_qkv_bias": "attn_q"}, norm_key="layer_norm_eps",
@@ -276,13 +251,10 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Starcoder2ForCausalLM": Family(
-        "starcoder2",
-        reader(
-            starcoder2, heads=Heads(2, null_kv=False), windows=window_of_all,
-            activation=("hidden_act", "gelu_pytorch_tanh"), flags=FLAGS | {"tied": True}, naming=STARCODER2,
-            gated=False, **(NORMED | {"norm_eps": ("norm_epsilon", 1e-5)}),
-        ),
-        eos=50256, bos=50256, positions=4096,
+        "starcoder2", lambda read: dict.fromkeys(BIASES, read.flag("use_bias", default=True)),
+        eos=50256, bos=50256, positions=4096, heads=Heads(2, null_kv=False), windows=window_of_all,
+        activation=("hidden_act", "gelu_pytorch_tanh"), flags=TIED, norm_eps=("norm_epsilon", 1e-5),
+        fixed={**NORMED, "naming": STARCODER2, "gated": False},
         gguf=(
             GGUF(  # llama.cpp does not know its window
                 "starcoder2", fixed={"sliding_window": None}, activation="gelu_pytorch_tanh",

@@ -25,17 +25,16 @@ from foredraft.model.families.shared import (
     Heads,
     equal_windows,
     full_layers,
-    longest,
     read_window,
     read_windows,
-    reader,
     window_of_all,
+    with_longest,
 )
 from foredraft.model.rope import ROPE_KEYS, read_growing_rope, read_rope, read_ropes
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LLAMA_INNER, Naming
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 ORIGINAL, ORIGINAL_KEY = "original_max_position_embeddings", "rope.scaling.original_context_length"
 
@@ -44,10 +43,6 @@ def mistral_windows(read: ConfigReader) -> tuple[int | None, ...]:
     window = read_window(read)
     kind = FULL if window is None else SLIDING
     return read_windows(read, {FULL: None, kind: window}, [kind])
-
-
-def with_longest(read: ConfigReader) -> dict[str, Any]:
-    return {"longest": longest(read)}
 
 
 def ministral3(read: ConfigReader) -> dict[str, Any]:
@@ -110,10 +105,6 @@ def exaone4(read: ConfigReader) -> dict[str, Any]:
     kinds = [*[SLIDING] * (pattern - 1), FULL] if isinstance(pattern, int) else [FULL]
     windows = read_windows(read, {SLIDING: window, FULL: None}, kinds)
     return {"windows": windows, "unrotated": full_layers(windows)}
-
-
-def glm4(read: ConfigReader) -> dict[str, Any]:
-    return {"qkv_bias": read.flag("attention_bias", default=True, if_null=False), "longest": longest(read)}
 
 
 def cohere2(read: ConfigReader) -> dict[str, Any]:
@@ -197,15 +188,6 @@ ENDS = [151329, 151336, 151338]  # the default end-of-text ids
 # what GGUF files say in keys of their own; without one, the value is llama.cpp's
 
 
-def granite_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
-        "embedding_multiplier": read.number("embedding_scale", 1.0),
-        "residual_multiplier": read.number("residual_scale", 1.0),
-        "logits_scaling": read.number("logit_scale"),
-    }
-
-
 def ministral3_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a Mistral, or of a Ministral 3, whose queries grow; a growth of 0 is none."""
     rope = config["rope_parameters"]
@@ -273,105 +255,94 @@ SEED_OSS["post_attention_norm"] = LAYER["ffn_norm"]
 RMS_EPS = ("rms_norm_eps", 1e-5)
 BOTH_BIASES = WITH_BIASES | {"mlp_bias": False}
 OLMO: dict[str, Any] = {
-    "flags": WITH_BIASES, "norm_eps": RMS_EPS, "norm_float32": True, "pre_norms": False, "post_norms": True,
-    "projection_norms": True,
+    "flags": WITH_BIASES, "norm_eps": RMS_EPS, "eos": 50279, "bos": None, "positions": 2048,
+    "fixed": {"norm_float32": True, "pre_norms": False, "post_norms": True, "projection_norms": True},
 }  # fmt: skip
-MISTRAL = reader(heads=Heads(8), windows=mistral_windows)
+MISTRAL: dict[str, Any] = {
+    "heads": Heads(8), "windows": mistral_windows, "eos": 2, "bos": 1, "positions": 131_072,
+}  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(
-        "cohere2",
-        reader(
-            cohere2, heads=Heads(divided=True), windows=None, flags=WITH_BIASES | {"tied": True},
-            norm_eps=("layer_norm_eps", 1e-5), layer_norms=True, interleaved=True, parallel_residual=True,
-            shared_norm=True,
-        ),
-        eos=255001, bos=5, positions=8192,
+        "cohere2", cohere2, eos=255001, bos=5, positions=8192, heads=Heads(divided=True), windows=None,
+        flags=WITH_BIASES | {"tied": True}, norm_eps=("layer_norm_eps", 1e-5),
+        fixed={"layer_norms": True, "interleaved": True, "parallel_residual": True, "shared_norm": True},
         gguf=(GGUF("cohere2", cohere2_in_gguf, biases=ATTENTION_BIAS, norm_key="layer_norm_eps"),),
     ),
     "Exaone4ForCausalLM": Family(
-        "exaone4",
-        reader(
-            exaone4, heads=Heads(32, null_kv=False), windows=None, norm_eps=RMS_EPS, pre_norms=False,
-            post_norms=True, head_norms=True,
-        ),
-        eos=2, bos=0, positions=2048,
+        "exaone4", exaone4, eos=2, bos=0, positions=2048, heads=Heads(32, null_kv=False), windows=None,
+        norm_eps=RMS_EPS, fixed={"pre_norms": False, "post_norms": True, "head_norms": True},
         gguf=(GGUF("exaone4", exaone4_in_gguf, parts=NORMED_AFTER),),
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
-        reader(
-            glm4, heads=Heads(2, null_kv=False, dim=128, null_dim=False),
-            norm_eps=("rms_norm_eps", 1.5625e-7),
-            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5), interleaved=True,
-            naming=GLM4, fused_gate_up=True, post_norms=True,
-        ),
-        eos=ENDS, bos=None, positions=131_072,
+        lambda read: with_longest(read)
+        | {"qkv_bias": read.flag("attention_bias", default=True, if_null=False)},
+        eos=ENDS, bos=None, positions=131_072, heads=Heads(2, null_kv=False, dim=128, null_dim=False),
+        norm_eps=("rms_norm_eps", 1.5625e-7),
+        rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, share=0.5),
+        fixed={"interleaved": True, "naming": GLM4, "fused_gate_up": True, "post_norms": True},
         gguf=(GGUF("glm4", biases=ATTENTION_BIAS, rope="part", parts=NORMED_TWICE | FUSED_GATE_UP),),
     ),
     "GraniteForCausalLM": Family(
-        "granite", reader(granite, flags=BOTH_BIASES), eos=2, bos=1, positions=2048,
-        gguf=(GGUF("granite", granite_in_gguf, biases=BIASES, reordered=True),),
+        "granite", granite, eos=2, bos=1, positions=2048, flags=BOTH_BIASES,
+        gguf=(
+            GGUF(
+                "granite",
+                lambda read, config: {
+                    "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
+                    "embedding_multiplier": read.number("embedding_scale", 1.0),
+                    "residual_multiplier": read.number("residual_scale", 1.0),
+                    "logits_scaling": read.number("logit_scale"),
+                },
+                biases=BIASES, reordered=True,
+            ),
+        ),
     ),
     "InternLM2ForCausalLM": Family(
-        "internlm2", reader(internlm2, fused_qkv=True, grouped_qkv=True, naming=INTERNLM2),
-        eos=2, bos=1, positions=2048, keys=SHARED_KEYS | KEYS
+        "internlm2", internlm2, eos=2, bos=1, positions=2048, keys=SHARED_KEYS | KEYS,
+        fixed={"fused_qkv": True, "grouped_qkv": True, "naming": INTERNLM2},
     ),
     "LlamaForCausalLM": Family(
-        "llama", reader(with_longest, flags=BOTH_BIASES), eos=2, bos=1, positions=2048,
+        "llama", with_longest, eos=2, bos=1, positions=2048, flags=BOTH_BIASES,
         gguf=tuple(  # llama.cpp's converter makes a Llama of an InternLM 2
             GGUF(name, biases=BIASES, windows=False, reordered=True) for name in ("llama", "internlm2")
         ),
     ),
     "Ministral3ForCausalLM": Family(
-        "ministral3",
-        reader(
-            ministral3, heads=Heads(8, dim=128), rope=None, windows=window_of_all, norm_eps=RMS_EPS
-        ),
-        eos=2, bos=1, positions=262_144,
+        "ministral3", ministral3, eos=2, bos=1, positions=262_144, heads=Heads(8, dim=128), rope=None,
+        windows=window_of_all, norm_eps=RMS_EPS,
         gguf=(GGUF("mistral3", ministral3_in_gguf, reordered=True),),
     ),
-    "MinistralForCausalLM": Family("ministral", MISTRAL, eos=2, bos=1, positions=131_072),
-    "MistralForCausalLM": Family("mistral", MISTRAL, eos=2, bos=1, positions=131_072),
+    "MinistralForCausalLM": Family("ministral", **MISTRAL),
+    "MistralForCausalLM": Family("mistral", **MISTRAL),
     "Olmo2ForCausalLM": Family(
-        "olmo2", reader(with_longest, **OLMO), eos=50279, bos=None, positions=2048,
+        "olmo2", with_longest, **OLMO,
         gguf=(GGUF("olmo2", olmo2_in_gguf, biases=ATTENTION_BIAS, parts=NORMED_AFTER),),
     ),
-    "Olmo3ForCausalLM": Family(
-        "olmo3", reader(olmo3, rope=None, windows=None, **OLMO), eos=50279, bos=None, positions=2048
-    ),
+    "Olmo3ForCausalLM": Family("olmo3", olmo3, rope=None, windows=None, **OLMO),
     "Phi3ForCausalLM": Family(
-        "phi3",
-        reader(
-            rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, original=4096, kinds=KINDS),
-            windows=window_of_all, norm_eps=RMS_EPS, fused_qkv=True, fused_gate_up=True,
-        ),
-        eos=32_000, bos=1, positions=4096,
+        "phi3", eos=32_000, bos=1, positions=4096, windows=window_of_all, norm_eps=RMS_EPS,
+        rope=lambda read, head_dim: read_rope(read, head_dim=head_dim, original=4096, kinds=KINDS),
+        fixed={"fused_qkv": True, "fused_gate_up": True},
         gguf=(GGUF("phi3", phi3_in_gguf, rope="part", parts=FUSED_QKV | FUSED_GATE_UP),),
     ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", reader(heads=Heads(32), windows=qwen_windows, qkv_bias=True),
-        eos=None, bos=None, positions=32_768, gguf=(GGUF("qwen2", windows=False),),
+        "qwen2", eos=None, bos=None, positions=32_768, heads=Heads(32), windows=qwen_windows,
+        fixed={"qkv_bias": True}, gguf=(GGUF("qwen2", windows=False),),
     ),
     "Qwen3ForCausalLM": Family(
-        "qwen3",
-        reader(
-            heads=Heads(32, dim=128, null_dim=False), windows=qwen_windows, flags=WITH_BIASES, head_norms=True
-        ),
-        eos=None, bos=None, positions=32_768,
+        "qwen3", eos=None, bos=None, positions=32_768, heads=Heads(32, dim=128, null_dim=False),
+        windows=qwen_windows, flags=WITH_BIASES, fixed={"head_norms": True},
         gguf=(GGUF("qwen3", biases=ATTENTION_BIAS, windows=False),),
     ),
     "SeedOssForCausalLM": Family(
-        "seed_oss", reader(seed_oss, heads=Heads(8, dim=128), flags=FLAGS | {"mlp_bias": False}),
-        eos=2, bos=0, positions=524_288,
+        "seed_oss", seed_oss, eos=2, bos=0, positions=524_288, heads=Heads(8, dim=128),
+        flags=FLAGS | {"mlp_bias": False},
         gguf=(GGUF("seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, parts=SEED_OSS),),
     ),
     "SmolLM3ForCausalLM": Family(
-        "smollm3",
-        reader(
-            smollm3, heads=Heads(4), rope=lambda read, head_dim: read_rope(read, 2_000_000.0), windows=None,
-            flags=BOTH_BIASES | {"tied": True},
-        ),
-        eos=128_001, bos=128_000, positions=32_768,
+        "smollm3", smollm3, eos=128_001, bos=128_000, positions=32_768, heads=Heads(4), windows=None,
+        rope=lambda read, head_dim: read_rope(read, 2_000_000.0), flags=BOTH_BIASES | {"tied": True},
         # llama.cpp rotates all but every fourth layer, whatever the model
         gguf=(GGUF("smollm3", fixed={"no_rope_layer_interval": 4}, biases=BIASES, reordered=True),),
     ),

@@ -8,7 +8,7 @@ norms of Gemma 1 to 3 are stored as 1 + weight (`adds_one`), as its writer left 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from foredraft.errors import CheckpointError, shortened
@@ -16,7 +16,7 @@ from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
 from foredraft.model.rope import Rope, read_rope
 
 if TYPE_CHECKING:
-    from foredraft.model.gguf.gguf_config import MetadataReader
+    from foredraft.model.gguf.source import MetadataReader
 
 # the parts of a layer in a GGUF file -> the decoder's names
 LAYER = {
@@ -63,29 +63,6 @@ class GGUF:
     adds_one: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    model_type: str  # the `model_type` of its config
-    # reads the config keys of the architecture into fields of `ModelSpec`
-    fields: Callable[[ConfigReader], dict[str, Any]]
-    eos: int | list[int] | None  # the end-of-text id of a checkpoint that names none
-    bos: int | None  # the beginning-of-text id of a checkpoint that names none
-    positions: int  # `max_position_embeddings` of a checkpoint that names none
-    # the config keys that the reference reads, where `transformers` has no class of the architecture
-    keys: frozenset[str] | None = None
-    # keys of a config that the architecture has other names for, too -> these
-    spelled: Mapping[str, str] = field(default_factory=dict)
-    inner_key: str = "intermediate_size"  # the key of the size of an MLP
-    gguf: tuple[GGUF, ...] = ()  # the architectures of GGUF files that hold it
-
-    def size_key(self, key: str, config: Mapping[str, Any]) -> str:
-        """Return how a config of the architecture spells the key of a size."""
-        if key == "intermediate_size":
-            return self.inner_key
-        own = self.spelled.get(key, key)
-        return own if own in config else key
-
-
 ACTIVATIONS = {  # of a config -> the name that `layers.activate` knows
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
@@ -96,6 +73,8 @@ ACTIVATIONS = {  # of a config -> the name that `layers.activate` knows
     "swish": "silu",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+FLAGS: dict[str, bool | None] = {"tied": False}
+WITH_BIASES = FLAGS | {"attention_bias": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +107,6 @@ class Heads:
         null = heads if self.null_kv else None
         kv_heads = read.count("num_key_value_heads", heads if self.kv is None else self.kv, if_null=null)
         return head_sizes(read, kv_heads, head_dim)
-
-
-FLAGS: dict[str, bool | None] = {"tied": False}
-WITH_BIASES = FLAGS | {"attention_bias": False}
 
 
 def head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -193,34 +168,50 @@ def longest(read: ConfigReader) -> int | None:
     return window if read.take("layer_types") is None else None
 
 
-Fields = Callable[[ConfigReader], dict[str, Any]]
+def with_longest(read: ConfigReader) -> dict[str, Any]:
+    return {"longest": longest(read)}
 
 
-def reader(
-    own: Fields | None = None,
-    *,
-    heads: Heads = Heads(),
-    rope: Callable[[ConfigReader, int], Rope] | None = lambda read, head_dim: read_rope(read),
-    windows: Callable[[ConfigReader], tuple[int | None, ...]] | None = lambda read: equal_windows(read, None),
-    activation: tuple[str, str] = ("hidden_act", "silu"),
-    flags: Mapping[str, bool | None] = FLAGS,
-    **fixed: Any,
-) -> Fields:
-    """Return what turns a config into fields of `ModelSpec`.
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Turns a config into fields of `ModelSpec`, and says what files hold."""
 
-    `rope` gets the size of a head, `activation` is the key and its default, `flags` are the defaults of
-    those that the config may set, `fixed` has further fields, and a key with its default in place of
-    `norm_eps`. What `own` reads counts most.
-    """
+    model_type: str  # the `model_type` of its config
+    own: Callable[[ConfigReader], dict[str, Any]] | None = None  # reads further fields, which count most
+    _: KW_ONLY
+    eos: int | list[int] | None  # the end-of-text id of a checkpoint that names none
+    bos: int | None  # the beginning-of-text id of a checkpoint that names none
+    positions: int  # `max_position_embeddings` of a checkpoint that names none
+    heads: Heads = Heads()
+    # of a config and the size of a head; None: `own` reads it
+    rope: Callable[[ConfigReader, int], Rope] | None = lambda read, head_dim: read_rope(read)
+    windows: Callable[[ConfigReader], tuple[int | None, ...]] | None = lambda read: equal_windows(read, None)
+    activation: tuple[str, str] = ("hidden_act", "silu")  # its key, and its default
+    flags: Mapping[str, bool | None] = field(default_factory=lambda: FLAGS)  # a config may set -> defaults
+    norm_eps: tuple[str, float] | float = ("rms_norm_eps", 1e-6)  # its key and its default, or a number
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with one value
+    # the config keys that the reference reads, where `transformers` has no class of the architecture
+    keys: frozenset[str] | None = None
+    # keys of a config that the architecture has other names for, too -> these
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    inner_key: str = "intermediate_size"  # the key of the size of an MLP
+    gguf: tuple[GGUF, ...] = ()  # the architectures of GGUF files that hold it
 
-    def read_fields(read: ConfigReader) -> dict[str, Any]:
-        fields = heads.read(read)
-        head_dim = fields["head_dim"]
-        if rope is not None:
-            fields["rope"] = rope(read, head_dim)
-        if windows is not None:
-            fields["windows"] = windows(read)
-        key, default = activation
+    def size_key(self, key: str, config: Mapping[str, Any]) -> str:
+        """Return how a config of the architecture spells the key of a size."""
+        if key == "intermediate_size":
+            return self.inner_key
+        own = self.spelled.get(key, key)
+        return own if own in config else key
+
+    def fields(self, read: ConfigReader) -> dict[str, Any]:
+        fields = self.heads.read(read)
+        head_dim, flags, eps = fields["head_dim"], self.flags, self.norm_eps
+        if self.rope is not None:
+            fields["rope"] = self.rope(read, head_dim)
+        if self.windows is not None:
+            fields["windows"] = self.windows(read)
+        key, default = self.activation
         name = read.take(key, default)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             problem = f"config.json: {key} = {shortened(name)} is not supported"
@@ -231,9 +222,5 @@ def reader(
             fields["qkv_bias"] = fields["output_bias"] = read.flag("attention_bias", bias, if_null=False)
         if flags.get("mlp_bias") is not None:
             fields["mlp_bias"] = read.flag("mlp_bias", if_null=False)
-        fields |= fixed
-        if isinstance(eps := fixed.get("norm_eps"), tuple):
-            fields["norm_eps"] = read.number(*eps)
-        return fields | ({} if own is None else own(read))
-
-    return read_fields
+        fields["norm_eps"] = eps if isinstance(eps, float) else read.number(*eps)
+        return {**fields, **self.fixed, **({} if self.own is None else self.own(read))}

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import tokenizers
 
 from foredraft.errors import did_you_mean, is_fault, shortened
-from foredraft.model.gguf.words import WORDS, PreTokenizer
+from foredraft.model.gguf.words import WORDS
 
 KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is an ordinary one, 6 a byte
@@ -80,14 +79,8 @@ class UnreadableVocabularyError(Exception):
     """A vocabulary cannot be turned into a tokenizer; its text says why, as the end of a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    tokenizer: str  # the content of `tokenizer.json`
-    # the content of `tokenizer_config.json`: the special tokens and the chat templates
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
+def vocabulary_of(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the text of `tokenizer.json` and the content of `tokenizer_config.json`."""
     model, tokens = metadata.get(f"{KEY}model", "no_vocab"), listed(metadata, "tokens", str)
     if model in ("none", "no_vocab"):
         return None
@@ -104,7 +97,7 @@ def vocabulary_of(metadata: dict[str, Any]) -> Vocabulary | None:
         )
     text = json.dumps(content, ensure_ascii=False)
     _check(text, content["added_tokens"])
-    return Vocabulary(text, _config(metadata, tokens))
+    return text, _config(metadata, tokens)
 
 
 def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
@@ -118,18 +111,11 @@ def _with_merges(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     pairs = [merge.split(" ") for merge in merges]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise UnreadableVocabularyError("has a vocabulary without merges")
-    if words.spells_bytes:
-        return _byte_level(metadata, tokens, words, pairs)
-    added, vocabulary = _split(metadata, tokens, spell_spaces=True)
+    added, vocabulary = _split(metadata, tokens, spell_spaces=not words.spells_bytes)
     model = _bpe(vocabulary, pairs)
-    return _text_level(metadata, tokens, added, model, prefix=False, adds_bos=words.adds_bos)
-
-
-def _byte_level(
-    metadata: dict[str, Any], tokens: list[str], words: PreTokenizer, merges: list[list[str]]
-) -> dict[str, Any]:
+    if not words.spells_bytes:
+        return _text_level(metadata, tokens, added, model, prefix=False, adds_bos=words.adds_bos)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    added, vocabulary = _split(metadata, tokens)
     return {
         "added_tokens": added,
         "normalizer": None if words.normalizer is None else {"type": words.normalizer},
@@ -139,7 +125,7 @@ def _byte_level(
         },
         "post_processor": _template(metadata, tokens, adds_bos=words.adds_bos),
         "decoder": byte_level,
-        "model": _bpe(vocabulary, merges) | {"ignore_merges": words.ignores_merges},
+        "model": model | {"ignore_merges": words.ignores_merges},
     }
 
 

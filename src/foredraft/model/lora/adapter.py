@@ -23,22 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.safetensors_file import SafetensorsFile
-from foredraft.model.spec import CONFIG, LORA_CONFIG
-
-WEIGHTS = "adapter_model.safetensors"  # of a LoRA's folder
-PIECE = 2**20  # bytes that are hashed at a time
+from foredraft.model.spec import CONFIG, LORA_CONFIG, LORA_WEIGHTS
 
 
 def lora_digest(lora: Path) -> str:
     digest = hashlib.sha256()
-    for name in (LORA_CONFIG, WEIGHTS):
+    for name in (LORA_CONFIG, LORA_WEIGHTS):
         try:
             with (lora / name).open("rb") as file:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
+                hashlib.file_digest(file, lambda: digest)  # adds the content to it
         except OSError as error:
             problem = f"{lora / name} cannot be read ({error.strerror})"
             raise CheckpointError(problem, remedy="give the LoRA again") from error
@@ -83,7 +82,6 @@ class LoraConfig:
     targets: str | tuple[str, ...] | None  # expression, `ALL_LINEAR`, or ends of modules' names
     saved: tuple[str, ...]  # ends of the names of modules whose weights it replaces
     biases: bool  # it replaces biases, too
-    transposed: bool  # weights of its layers are stored with a row for each input
     ties: bool  # changes of a tied embedding or head are of both
     base: str | None  # the model that it was trained for, as its maker named it; None where it does not say
 
@@ -146,11 +144,11 @@ def read_lora_config(folder: Path) -> LoraConfig:
         targets=targets if isinstance(targets, str | None) else _names(read, TARGETS),
         saved=_names(read, "modules_to_save"),
         biases=read.choice("bias", ("none", "all", "lora_only"), "none") != "none",
-        transposed=read.flag("fan_in_fan_out", if_null=False),
         ties=read.flag("ensure_weight_tying", if_null=False),
         base=name if isinstance(name := read.take("base_model_name_or_path"), str) and name else None,
     )
     read.flag("lora_bias", if_null=False)  # its tensors say the same
+    read.flag("fan_in_fan_out", if_null=False)  # and the layers
     read.take("exclude_modules")  # it has no tensors of these
     for key, value in read.unread().items():
         if value not in (False, [], {}, ""):
@@ -198,35 +196,21 @@ EMBEDDINGS = ("embed_tokens", "lm_head")  # saved by PEFT without being told to,
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankUpdate:
-    """B·A, which is scaled and added to a weight."""
-
-    a: str  # name of A in the LoRA's file
-    b: str  # name of B
-    inputs: int  # columns of A
-    outputs: int  # rows of B
-    scale: float  # s
-    embedding: bool  # the weight has a row for each input: it gets (B·A)ᵀ
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    name: str
-    shape: tuple[int, ...]
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
+    """What a LoRA does to a tensor: it replaces it, or adds s·b_B to a bias, or s·B·A to a weight."""
+
+    lora: LoraTensors
     module: str  # the module, as the LoRA names it
     kind: str  # "weight" or "bias"
-    what: LowRankUpdate | Shift | Replacement  # what it does
+    tensors: tuple[str, ...]  # in the LoRA's file: one, or A and B
+    shape: tuple[int, ...]  # of the tensor that it is for; of a product, rows of B and columns of A
+    scale: float = 0.0  # s
+    replaces: bool = False
+    embedding: bool = False  # the weight has a row for each input: it gets (B·A)ᵀ
+
+    @property
+    def is_product(self) -> bool:
+        return len(self.tensors) == 2
 
 
 class LoraTensors:
@@ -237,9 +221,10 @@ class LoraTensors:
         for tensor in self.stored:
             self._sort(tensor)
         # the embedding's and the head's first: a change may be of what replaces them
-        saved = self.saved.items()
-        replacements = (Change(*of, Replacement(tensor, self.shape(tensor))) for of, tensor in saved)
-        self.changes = [*replacements, *self._products()]
+        self.changes = [
+            *(Change(self, *of, (one,), self.shape(one), replaces=True) for of, one in self.saved.items()),
+            *self._products(),
+        ]
         if not self.changes:
             raise self.error("changes nothing: its file has no tensors", "give a LoRA that was trained")
 
@@ -252,6 +237,14 @@ class LoraTensors:
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self.stored[tensor].shape
+
+    def values(self, tensor: str, rows: slice | None = None) -> Tensor:
+        """Return a tensor, or rows of it, in float32."""
+        values = self.stored[tensor].read(rows).to(torch.float32, copy=True)
+        if not torch.isfinite(values).all():
+            problem = f"has {shortened(tensor)} with values that are not finite"
+            raise self.error(problem, "train it again, or download it again")
+        return values
 
     def _sort(self, tensor: str) -> None:
         own = PREFIX.sub("", tensor, count=1) if PREFIX.match(tensor) else tensor
@@ -293,23 +286,22 @@ class LoraTensors:
                     has, lacks = (a, b) if a in parts else (b, a)
                     raise self.error(f"has {has} of {shortened(module)}, but no {lacks}", "save it again")
                 if a in parts:
-                    yield Change(module, "weight", self._product(module, parts[a], parts[b], a != "lora_A"))
+                    yield self._product(module, parts[a], parts[b], a != "lora_A")
             if (bias := parts.get("bias")) is not None:
-                yield Change(module, "bias", Shift(bias, self.shape(bias), self.config.scale_of(module)))
+                yield Change(self, module, "bias", (bias,), self.shape(bias), self.config.scale_of(module))
 
-    def _product(self, module: str, a: str, b: str, embedding: bool) -> LowRankUpdate:
+    def _product(self, module: str, a: str, b: str, embedding: bool) -> Change:
         a_shape, b_shape = self.shape(a), self.shape(b)
         if len(a_shape) != 2 or len(b_shape) != 2 or not all(a_shape + b_shape):
             problem = f"has changes of {shortened(module)} of shapes {[*a_shape]} and {[*b_shape]}"
             raise self.error(problem, "give a LoRA of linear layers")
-        rank = self.config.rank_of(module)
-        if a_shape[0] != rank or b_shape[1] != rank:
-            raise self.error(
-                f"has changes of {shortened(module)} of rank {a_shape[0]} and {b_shape[1]}, but"
-                f" adapter_config.json says {rank}",
-                "take both files from one LoRA",
-            )
-        return LowRankUpdate(a, b, a_shape[1], b_shape[0], self.config.scale_of(module), embedding)
+        rank, found = self.config.rank_of(module), (a_shape[0], b_shape[1])
+        if {*found} != {rank}:
+            given = f"has changes of {shortened(module)} of rank {found[0]} and {found[1]}"
+            problem = f"{given}, but adapter_config.json says {rank}"
+            raise self.error(problem, "take both files from one LoRA")
+        shape, scale = (b_shape[0], a_shape[1]), self.config.scale_of(module)
+        return Change(self, module, "weight", (a, b), shape, scale, embedding=embedding)
 
 
 def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
@@ -319,9 +311,10 @@ def open_lora(name: str, folder: Path, stack: ExitStack) -> LoraTensors:
         problem = f"is no LoRA{model}" if model else lacks
         raise CheckpointError(f"LoRA {name} {problem}", remedy="give the folder of a LoRA, as PEFT saves it")
     config = read_lora_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        pickled = (folder / WEIGHTS).with_suffix(".bin").is_file()
-        problem = f"LoRA {name} has no {WEIGHTS}{', but a pickle, which can hold code' if pickled else ''}"
+    if not (folder / LORA_WEIGHTS).is_file():
+        pickled = (folder / LORA_WEIGHTS).with_suffix(".bin").is_file()
+        but = ", but a pickle, which can hold code" if pickled else ""
+        problem = f"LoRA {name} has no {LORA_WEIGHTS}{but}"
         remedy = "save it again with PEFT, as safetensors" if pickled else "download it again"
         raise CheckpointError(problem, remedy=remedy)
-    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / WEIGHTS)))
+    return LoraTensors(name, config, stack.enter_context(SafetensorsFile(folder / LORA_WEIGHTS)))

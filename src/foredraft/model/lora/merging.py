@@ -20,16 +20,9 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.model.lora.adapter import (
-    FLOATS,
-    Change,
-    LoraTensors,
-    LowRankUpdate,
-    Replacement,
-    Shift,
-    open_lora,
-)
+from foredraft.model.lora.adapter import FLOATS, Change, LoraTensors, open_lora
 from foredraft.model.safetensors_file import DTYPES, StoredTensor
+from foredraft.model.tensor_names import CONV1D, Naming
 
 COMPARED = 2**24  # values that are compared at a time
 # What stands in front of a module's name in some classes of transformers and in some files, but not in all.
@@ -61,39 +54,40 @@ def is_head(module: str) -> bool:
 @dataclass(slots=True)
 class ChangedTensor:
     stored: StoredTensor
-    changes: list[tuple[LoraTensors, Change]] = field(default_factory=list)  # in order
+    changes: list[Change] = field(default_factory=list)  # in order
     transposed: bool = False  # it has a row for each input
 
 
 def changed_tensors(
-    files: Mapping[str, StoredTensor], loras: Sequence[LoraTensors], source: str, aliases: Mapping[str, str]
+    files: Mapping[str, StoredTensor],
+    loras: Sequence[LoraTensors],
+    source: str,
+    naming: Naming,
+    aliases: Mapping[str, str],
 ) -> dict[str, ChangedTensor]:
-    known = _Known(files, aliases, source)
+    known = _Known(files, aliases, source, naming)
     found = {name: known.tensor(name) for name in aliases}
-    for lora in loras:
-        for change in lora.changes:
-            name = known.name_of(lora, change)
-            tensor = found.setdefault(name, known.tensor(name))
-            known.check(lora, change, name, tensor)
-            if len(loras) > 1 and _replaces_by_the_same(tensor, lora, change.what):
-                continue  # PEFT saves an embedding or a head that it changes, as it was before
-            if isinstance(change.what, Replacement) and tensor.changes:
-                problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1][0].name} changes, too"
+    for change in (change for lora in loras for change in lora.changes):
+        lora, name = change.lora, known.name_of(change)
+        tensor = found.setdefault(name, known.tensor(name))
+        known.check(change, name, tensor)
+        if len(loras) > 1 and change.replaces and _replaces_by_the_same(tensor.stored, change):
+            continue  # PEFT saves an embedding or a head that it changes, as it was before
+        if change.replaces and tensor.changes:
+            problem = f"replaces {shortened(name)}, which LoRA {tensor.changes[-1].lora.name} changes, too"
+            raise lora.error(problem, "leave one of them out")
+        for other in tensor.changes:
+            if other.lora is not lora and other.replaces:
+                problem = f"changes {shortened(name)}, which LoRA {other.lora.name} replaces"
                 raise lora.error(problem, "leave one of them out")
-            for other, before in tensor.changes:
-                if other is not lora and isinstance(before.what, Replacement):
-                    problem = f"changes {shortened(name)}, which LoRA {other.name} replaces"
-                    raise lora.error(problem, "leave one of them out")
-            tensor.changes.append((lora, change))
+        tensor.changes.append(change)
     return found
 
 
-def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object) -> bool:
-    if not isinstance(what, Replacement):
-        return False
-    new, old = lora.stored[what.name], tensor.stored
-    rows = max(1, COMPARED // max(1, math.prod(tensor.stored.shape[1:])))
-    for first in range(0, tensor.stored.shape[0], rows):
+def _replaces_by_the_same(old: StoredTensor, change: Change) -> bool:
+    new = change.lora.stored[change.tensors[0]]
+    rows = max(1, COMPARED // max(1, math.prod(old.shape[1:])))
+    for first in range(0, old.shape[0], rows):
         piece = slice(first, first + rows)
         values = old[piece]
         if not values.is_meta and not torch.equal(new[piece].float(), values.float()):
@@ -102,8 +96,10 @@ def _replaces_by_the_same(tensor: ChangedTensor, lora: LoraTensors, what: object
 
 
 class _Known:
-    def __init__(self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str) -> None:
-        self.files, self.aliases, self.source = files, aliases, source
+    def __init__(
+        self, files: Mapping[str, StoredTensor], aliases: Mapping[str, str], source: str, naming: Naming
+    ) -> None:
+        self.files, self.aliases, self.source, self.naming = files, aliases, source, naming
         self.names: dict[str, list[str]] = {}  # canonical name -> the names of the tensors
         for name in dict.fromkeys([*files, *aliases]):
             self.names.setdefault(canonical(name), []).append(name)
@@ -111,8 +107,8 @@ class _Known:
     def tensor(self, name: str) -> ChangedTensor:
         return ChangedTensor(self.files[self.aliases.get(name, name)])
 
-    def name_of(self, lora: LoraTensors, change: Change) -> str:
-        wanted = f"{change.module}.{change.kind}"
+    def name_of(self, change: Change) -> str:
+        lora, wanted = change.lora, f"{change.module}.{change.kind}"
         names = self.names.get(canonical(wanted), [])
         if wanted in names:
             return wanted
@@ -124,54 +120,32 @@ class _Known:
         module = canonical(change.module)
         kinds = {kind for name in self.names for own, _, kind in [name.rpartition(".")] if own == module}
         if change.kind == "weight" and kinds - {"bias"}:
-            raise self._quantised(lora, change)
+            raise self._quantised(change)
         if change.kind == "bias" and kinds:
             problem = f"changes the bias of {shortened(change.module)}, which has none in {self.source}"
         else:
             problem = f"changes {shortened(change.module)}, which {self.source} does not have"
         raise lora.error(problem, self._give(lora))
 
-    def check(self, lora: LoraTensors, change: Change, name: str, tensor: ChangedTensor) -> None:
+    def check(self, change: Change, name: str, tensor: ChangedTensor) -> None:
+        lora, shape, wanted = change.lora, tensor.stored.shape, change.shape
         if tensor.stored.dtype not in FLOATS:
-            raise self._quantised(lora, change)
-        what, shape = change.what, tensor.stored.shape
-        if not shape or (isinstance(what, LowRankUpdate) and len(shape) != 2):
+            raise self._quantised(change)
+        if not shape or (change.is_product and len(shape) != 2):
             problem = f"changes {shortened(name)} of shape {[*shape]}, which is no linear layer"
             raise lora.error(problem, self._give(lora))
-        if isinstance(what, LowRankUpdate):
-            tensor.transposed = what.embedding or self._is_transposed(name, what, lora)
-            wanted: tuple[int, ...] = (what.outputs, what.inputs)
+        if change.is_product:
+            # PEFT decides by the layer's class, too, whatever `fan_in_fan_out` says
+            layer = self.naming.plain([name]).get(name, name).removesuffix(".weight")
+            tensor.transposed = change.embedding or self.naming.layer_class(layer) == CONV1D
             wanted = wanted[::-1] if tensor.transposed else wanted
-        else:
-            wanted = what.shape
         if wanted != shape:
             problem = f"is for {shortened(name)} of shape {[*wanted]}, but {self.source} has {[*shape]} there"
             raise lora.error(problem, self._give(lora))
 
-    def _is_transposed(self, name: str, what: LowRankUpdate, lora: LoraTensors) -> bool:
-        """Return whether a linear layer is stored with a row for each input, as GPT-2's are.
-
-        A bias tells, or that of layers beside it; else `fan_in_fan_out`, since PEFT decides by the layer's
-        class.
-        """
-        layer = name.removesuffix(".weight")
-        parent = layer.rpartition(".")[0]
-        weights = [
-            name for name in self.files if name.endswith(".weight") and len(self.files[name].shape) == 2
-        ]
-        for place in (layer, parent, parent.rpartition(".")[0]):
-            inside = (f"{place}.weight", f"{place}.") if place else ()
-            for other in (name for name in weights if name.startswith(inside)):
-                rows, columns = self.files[other].shape
-                bias = f"{other.removesuffix('.weight')}.bias"
-                if rows != columns and bias in self.files and self.files[bias].shape in ((rows,), (columns,)):
-                    return self.files[bias].shape == (columns,)
-        fits_transposed = self.tensor(name).stored.shape == (what.inputs, what.outputs)
-        return lora.config.transposed and what.inputs != what.outputs and fits_transposed
-
-    def _quantised(self, lora: LoraTensors, change: Change) -> CheckpointError:
+    def _quantised(self, change: Change) -> CheckpointError:
         problem = f"changes {shortened(change.module)}, whose weights are quantised in {self.source}"
-        return lora.error(problem, "merge it into the model that was quantised")
+        return change.lora.error(problem, "merge it into the model that was quantised")
 
     def _give(self, lora: LoraTensors) -> str:
         base = lora.config.base
@@ -184,62 +158,36 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has th
 
 
 def merged_values(tensor: ChangedTensor, dtype: torch.dtype) -> Tensor:
-    stored, read = tensor.stored, _Values()
+    stored = tensor.stored
     merged = torch.empty(stored.shape, dtype=dtype)
     rows = max(1, MERGED // max(1, math.prod(stored.shape[1:])))
+    # a matrix that replaces another is read piece by piece
+    added = [() if each.replaces else [*map(each.lora.values, each.tensors)] for each in tensor.changes]
     for first in range(0, stored.shape[0], rows):
         piece = slice(first, min(first + rows, stored.shape[0]))
         values = stored[piece].to(torch.float32, copy=True)
-        for lora, change in tensor.changes:
-            values = changed(values, lora, change.what, piece, read, transposed=tensor.transposed)
+        for change, parts in zip(tensor.changes, added, strict=True):
+            values = changed(values, change, piece, parts, transposed=tensor.transposed)
         merged[piece].copy_(values)
     return merged
 
 
-class _Values:
-    """Reads tensors of LoRAs in float32, and checks them."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, str], Tensor] = {}
-
-    def of(self, lora: LoraTensors, name: str) -> Tensor:
-        key = id(lora), name
-        if key not in self.known:
-            self.known[key] = self._checked(lora, name, lora.stored[name].whole())
-        return self.known[key]
-
-    def rows(self, lora: LoraTensors, name: str, rows: slice) -> Tensor:
-        return self._checked(lora, name, lora.stored[name][rows])
-
-    def _checked(self, lora: LoraTensors, name: str, values: Tensor) -> Tensor:
-        values = values.to(torch.float32, copy=True)
-        if not torch.isfinite(values).all():
-            problem = f"has {shortened(name)} with values that are not finite"
-            raise lora.error(problem, "train it again, or download it again")
-        return values
-
-
 def changed(
-    values: Tensor,
-    lora: LoraTensors,
-    what: LowRankUpdate | Shift | Replacement,
-    piece: slice,
-    read: _Values,
-    *,
-    transposed: bool,
+    values: Tensor, change: Change, piece: slice, parts: Sequence[Tensor], *, transposed: bool
 ) -> Tensor:
-    if isinstance(what, Replacement):
-        return read.rows(lora, what.name, piece)
-    if isinstance(what, Shift):
-        return values.add_(read.of(lora, what.name)[piece] * what.scale)
-    a, b = read.of(lora, what.a), read.of(lora, what.b)
+    if change.replaces:
+        return change.lora.values(change.tensors[0], piece)
+    if not change.is_product:
+        return values.add_(parts[0][piece] * change.scale)
+    a, b = parts
     added = (b @ a[:, piece]).T if transposed else b[piece] @ a
-    return values.add_(added * what.scale)
+    return values.add_(added * change.scale)
 
 
 def merge_loras(
     loras: Sequence[tuple[str, Path]],
     source: str,
+    naming: Naming,
     untied: bool,
     files: Mapping[str, StoredTensor],
     stack: ExitStack,
@@ -260,7 +208,7 @@ def merge_loras(
         file = files[name].file if name in files else "LoRAs"
         return StoredTensor(NAMES[dtype], tensor.stored.shape, read, name, file)
 
-    changed = changed_tensors(files, opened, source, aliases)
+    changed = changed_tensors(files, opened, source, naming, aliases)
     return {name: merged(name, tensor) for name, tensor in changed.items()}
 
 
