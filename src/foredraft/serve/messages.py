@@ -30,6 +30,7 @@ KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 500: "api_error",
 }  # fmt: skip
+BILLING = "x-anthropic-billing-header:"
 THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
 
@@ -100,8 +101,8 @@ class MessagesRequest(Body):
     def chat(self) -> ChatRequest:
         self.refuse_unsupported()
         messages = [made for each in self.messages for made in _messages(each)]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
+        if system := _told(self.system):
+            messages.insert(0, {"role": "system", "content": system})
         last = messages[-1] if messages else {}
         choice, given = self.tool_choice or ToolChoice(type="auto"), self.tools or []
         named = {"type": "function", "function": {"name": choice.name}}
@@ -133,6 +134,13 @@ class CountTokensRequest(MessagesRequest):
     """The body of POST /v1/messages/count_tokens."""
 
     max_tokens: int = 1
+
+
+def _told(system: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
+    """Return the system message without the block that changes with each request of Claude Code's."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in system if not str(block.get("text")).startswith(BILLING)]
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:

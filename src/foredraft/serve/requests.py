@@ -24,13 +24,13 @@ from foredraft.llm.requests import Submission
 from foredraft.serve import fields
 from foredraft.serve.conversation import (
     begun_reply,
-    chat_text,
     messages_of,
     template_variables,
     text_of,
     thinking_after,
 )
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
+from foredraft.serve.forms import chat_text
 from foredraft.serve.problems import LengthFields, Problem, TooLong, of_error
 from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema

@@ -18,13 +18,14 @@ from foredraft.constraints.grammar import WHITE_SPACE, check_grammar
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.blocks import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
-from foredraft.serve.conversation import Messages
+from foredraft.serve.forms import Messages
 from foredraft.serve.problems import Problem
 from foredraft.serve.schemas import Fitted, broken, fit
 
 MAX_TOOLS = 128
 MAX_PLACES = 5  # of a schema that an error names
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+EMPTY = {"type": "object", "properties": {}}  # what templates show of a tool without parameters
+NO_PARAMETERS = {**EMPTY, "additionalProperties": False}
 SYSTEM = """You may call one or more functions. Their signatures are between <tools> and </tools>:
 <tools>
 {tools}
@@ -143,7 +144,13 @@ class Tools:
     def prompt(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages and the further variables for the chat template."""
         listed = [
-            {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}
+            {
+                "type": "function",
+                "function": {
+                    "parameters": EMPTY,
+                    **function.model_dump(exclude_none=True, exclude={"strict"}),
+                },
+            }
             for function in self.functions
         ]
         if self.described:
