@@ -143,16 +143,11 @@ class Tools:
 
     def prompt(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages and the further variables for the chat template."""
-        listed = [
-            {
-                "type": "function",
-                "function": {
-                    "parameters": EMPTY,
-                    **function.model_dump(exclude_none=True, exclude={"strict"}),
-                },
-            }
-            for function in self.functions
-        ]
+        listed = []
+        for function in self.functions:
+            shown = function.model_dump(exclude_none=True, exclude={"strict"})
+            shown["parameters"] = function.parameters or EMPTY
+            listed.append({"type": "function", "function": shown})
         if self.described:
             return messages, {"tools": listed}
         text = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
