@@ -133,7 +133,7 @@ def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square(id: str | 
     for number, (call, result) in enumerate(zip(given[1]["tool_calls"], given[:1:-1], strict=True)):
         call["id"] = result["tool_call_id"] = id and id.format(number)
     found = list(forms(given))
-    assert max(map(len, found)) == 401 and len(found) < 12
+    assert max(map(len, found)) == 401 and len(found) < 24
     if id == "{}":
         turns = next(form for form in found if len(form) == 401)
         assert [each["content"] for each in turns[2::2]] == [str(number) for number in range(200)]
@@ -205,6 +205,16 @@ def test_a_result_has_the_name_of_its_call() -> None:
     named = [each["name"] for each in messages_of([USER, CALLS, *RESULTS])[2:]]
     assert named == ["write", "read"]
     assert "name" not in messages_of([USER, CALLS, result("3", "stray")])[2]
+
+
+MISTRAL = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}({{ c.id }} {{ c.function | tojson }}){% endfor %}{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[{{ m.tool_call_id }} {{ m.content }}]{% if loop.nextitem and loop.nextitem.role == 'user' %}{{ raise_exception('answer') }}{% endif %}{% else %}{{ m.content }};{% endif %}{% endfor %}"  # fmt: skip
+
+
+def test_ids_of_other_servers_are_as_long_as_a_template_asks() -> None:
+    found = told(MISTRAL, [USER, {**CALLS, "content": ""}, *RESULTS, USER])
+    ids = re.findall(r"[(\[]([0-9a-z]{9}) ", found)
+    assert len(set(ids)) == 2 and ids[:2] == ids[:1:-1]  # each result is its call's
+    assert found.endswith("first];hi;")  # the answer between them is empty
 
 
 @pytest.mark.parametrize("cut", ['{"path": "a', "{", "null", "[1]", '{"a": 1} {'])

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from typing import Any, TypeAlias
 
 from foredraft.errors import RequestError, shortened
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import HERMES
+from foredraft.serve.blocks import HERMES, ID_LENGTH
 
 Messages: TypeAlias = list[dict[str, Any]]
 Form: TypeAlias = Callable[[Messages], Messages]
@@ -42,9 +43,11 @@ def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any
 def forms(messages: Messages) -> Iterator[Messages]:
     """Yield the messages, then the same conversation as narrower templates take it, nearest first."""
     known: list[Messages] = []
-    for *changes, narrower, system in product(CALLS, ARGUMENTS, NULLS, range(len(NARROWER) + 1), SYSTEMS):
+    for *changes, narrower, answers, system in product(
+        CALLS, ARGUMENTS, NULLS, range(len(NARROWER) + 1), ANSWERS, SYSTEMS
+    ):
         form = messages
-        for change in (*changes, system, *NARROWER[:narrower]):
+        for change in (*changes, answers, system, *NARROWER[:narrower]):
             form = change(form)
         if form not in known:
             known.append(form)
@@ -149,10 +152,38 @@ def _arguments_in_text(messages: Messages) -> Messages:
     return made
 
 
+def _short_ids(messages: Messages) -> Messages:
+    """Return messages whose ids of calls are nine letters and digits, as Mistral's templates ask."""
+
+    def short(id: object) -> object:
+        if not isinstance(id, str) or (len(id) == ID_LENGTH and id.isalnum()):
+            return id
+        return sha256(id.encode(errors="replace")).hexdigest()[:ID_LENGTH]
+
+    made: Messages = []
+    for message in messages:
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": short(message["tool_call_id"])}
+        elif calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [{**call, "id": short(call.get("id"))} for call in calls]}
+        made.append(message)
+    return made
+
+
+def _results_answered(messages: Messages) -> Messages:
+    """Return messages in which an empty answer follows results that the user goes on behind."""
+    made: Messages = []
+    for message in messages:
+        if message.get("role") == "user" and made and made[-1].get("role") == "tool":
+            made.append({"role": "assistant", "content": ""})
+        made.append(message)
+    return made
+
+
 def _calls_apart(messages: Messages) -> Messages:
     """Return messages whose calls follow what was said beside them as a message of their own."""
     made: Messages = []
-    for message in messages:
+    for message in _short_ids(messages):
         if _says_and_calls(message):
             made.append({key: value for key, value in message.items() if key != "tool_calls"})
             message = {**message, "content": None}
@@ -241,8 +272,15 @@ def _paragraphs(*texts: str | None) -> str:
 
 
 # What may change: of what stands first the least.
-CALLS: tuple[Form, ...] = (_as_it_is, _calls_apart, partial(spelled_out, only=_says_and_calls), spelled_out)
+CALLS: tuple[Form, ...] = (
+    _as_it_is,
+    _short_ids,
+    _calls_apart,
+    partial(spelled_out, only=_says_and_calls),
+    spelled_out,
+)
 ARGUMENTS: tuple[Form, ...] = (_as_it_is, _arguments_in_text)
 NULLS: tuple[Form, ...] = (_as_it_is, _without_null)
 SYSTEMS: tuple[Form, ...] = (_as_it_is, _system_first, _system_told)
+ANSWERS: tuple[Form, ...] = (_as_it_is, _results_answered)
 NARROWER: tuple[Form, ...] = (_one_call_a_turn, _one_message_a_turn, _without_system)  # one after another
