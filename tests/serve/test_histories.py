@@ -106,7 +106,8 @@ def test_a_tool_without_parameters_is_shown_with_none(
 ) -> None:
     shown = "{% if tools[0].function.parameters != {'type': 'object', 'properties': {}} %}{{ raise_exception('none') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat", ChatTemplate({"default": shown}))
-    for none in ({}, {"parameters": None}, {"parameters": {}}):
+    without: list[dict[str, Any]] = [{}, {"parameters": None}, {"parameters": {}}]
+    for none in without:
         tools = [{"type": "function", "function": {"name": "read", **none}}]
         assert post(served, CHAT, tools=tools).status_code == 200
 

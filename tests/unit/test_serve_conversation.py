@@ -48,7 +48,7 @@ def call(id: str, name: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
-USER = {"role": "user", "content": "hi"}
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [call("1", "read"), call("2", "write")]}
 RESULTS = [result("2", "second"), result("1", "first")]
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -102,7 +102,7 @@ def test_ids_of_calls_and_results_of_one_turn_are_single() -> None:
     for wrong, at in ((two_calls, "messages[1].tool_calls[2].id"), (two_results, "messages[4].tool_call_id")):
         with pytest.raises(Problem, match=re.escape(f"{at} is 'c")):
             messages_of(wrong)
-    for id in (7, ["x"], {}):
+    for id in (7, ["x"], dict[str, Any]()):
         with pytest.raises(Problem, match="give a string"):
             messages_of([{"role": "tool", "tool_call_id": id, "content": ""}])
 
@@ -138,8 +138,8 @@ def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square(id: str | 
         turns = next(form for form in found if len(form) == 401)
         assert [each["content"] for each in turns[2::2]] == [str(number) for number in range(200)]
     if id != "same":  # which no request may have
-        found = told(ONE_CALL, given)
-        assert (found.count("f;"), found.count("tool: ")) == (200, 200)
+        text = told(ONE_CALL, given)
+        assert (text.count("f;"), text.count("tool: ")) == (200, 200)
 
 
 SILENT = "{% if messages[0].role == 'system' %}{{ messages[0].content }};{% endif %}{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"  # fmt: skip

@@ -214,7 +214,7 @@ class SamplingParams:
 
     temperature: float = _option(1.0, Number("0 (greedy) or more"), elsewhere="temp")
     top_k: int = _option(0, COUNT)
-    top_p: float = _option(1.0, SHARE)
+    top_p: float = _option(1.0, Number("0 (the likeliest token) to 1 (off)", most=1.0))
     min_p: float = _option(0.0, Number("from 0 (off) to 1", most=1.0))
     typical_p: float = _option(1.0, SHARE, elsewhere="typical")
     repetition_penalty: float = _option(
@@ -229,7 +229,9 @@ class SamplingParams:
     stop: str | tuple[str, ...] | list[str] = _option((), Strings())
     stop_token_ids: tuple[int, ...] | list[int] = _option((), Ids())
     include_stop: bool = _option(False, Flag())
-    seed: int | None = _option(None, Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
+    seed: int | None = _option(
+        None, Whole("-2**63 to 2**63 - 1", least=-(2**63), most=2**63 - 1), elsewhere="-s"
+    )
     logprobs: int | None = _option(None, SCORES)
     prompt_logprobs: int | None = _option(None, SCORES)
     acceptance: RuleName | None = _option(
