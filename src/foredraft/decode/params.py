@@ -156,7 +156,7 @@ class SamplingParams:
     Args:
         temperature: Divides the logits; 0 is greedy: truncation and `seed` then have no effect.
         top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens that together have this probability; 1 is off.
+        top_p: Keep the likeliest tokens that together have this probability; 1 is off, 0 is greedy.
         min_p: Drop tokens less likely than this share of the likeliest one; 0 is off.
         typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this probability; 1 is off.
         repetition_penalty: Logits of tokens in prompt or output are divided by it if positive, else
@@ -214,7 +214,7 @@ class SamplingParams:
 
     temperature: float = _option(1.0, Number("0 (greedy) or more"), elsewhere="temp")
     top_k: int = _option(0, COUNT)
-    top_p: float = _option(1.0, Number("0 (the likeliest token) to 1 (off)", most=1.0))
+    top_p: float = _option(1.0, Number("0 (greedy) to 1 (off)", most=1.0))
     min_p: float = _option(0.0, Number("from 0 (off) to 1", most=1.0))
     typical_p: float = _option(1.0, SHARE, elsewhere="typical")
     repetition_penalty: float = _option(
@@ -328,7 +328,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature == 0 or self.top_p == 0
 
     @property
     def is_coupled(self) -> bool:

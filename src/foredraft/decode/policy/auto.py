@@ -158,7 +158,7 @@ class Auto(Policy):
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
-        draws = any(row.sequence.params.temperature > 0 for row in rows)
+        draws = not all(row.sequence.params.greedy for row in rows)
         self.table = self._costs(draws, len(rows))
         self._rows, self._reads = sum(not row.idle for row in rows), []
         if self.table.correction.wants_plain:
@@ -409,7 +409,7 @@ def _draft_of(outcome: Round) -> tuple[str | None, int, int]:
 def _rule_of(sequence: Sequence) -> str:
     """Return the rule that judges a sequence's drafts: each accepts another share of the same drafts."""
     params = sequence.params
-    if params.temperature == 0:
+    if params.greedy:
         return "greedy"
     return "coupled" if params.is_coupled else params.acceptance or "speculative"
 
