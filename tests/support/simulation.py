@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.stats import Round
@@ -27,7 +28,7 @@ def right_with(chance: float, seed: int = 0) -> Right:
 
 
 def sequence_of(policy: Policy, **more: Any) -> Any:
-    params = SimpleNamespace(temperature=0)
+    params = SamplingParams(temperature=0)
     fields = {"params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
     return SimpleNamespace(**fields | more)
 
