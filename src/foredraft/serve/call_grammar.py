@@ -1,7 +1,7 @@
 """The grammar of calls in llguidance's dialect, of any format; special tokens are tokens in it, not texts.
 
-Arguments that are JSON follow their schema whole; of those in elements or in Gemma's way, the names, the order
-and the types of values do, and `unheld` tells the rest.
+Arguments that are JSON follow their schema whole; of those in elements or in Gemma's way, the names, the
+order and the types of values do, and `unheld` tells the rest.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _elements(grammar: CallGrammar, rule: str, schema: Schema) -> Iterator[str]:
     before, key, after = grammar.format.element
     properties = known_properties(schema)
     if properties is None:
-        lines, value = grammar.until(f"{rule}_value", after)
-        yield from lines
+        any_lines, value = grammar.until(f"{rule}_value", after)
+        yield from any_lines
         yield f'{rule}: ({grammar.text(before)} /[^<>"\\n]+/ {grammar.text(key)} {value})*'
         return
     parts = []
