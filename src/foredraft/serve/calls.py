@@ -44,7 +44,7 @@ class CallFormat:
     id: str = ""  # before an id between name and arguments
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call whose arguments are texts."""
+        """Return a call; its arguments are texts, where they are not JSON."""
         before, key, after = self.element
         match self.payload:
             case "elements":
@@ -52,7 +52,7 @@ class CallFormat:
             case "gemma":
                 given = ",".join(f"{each}:{QUOTE}{text}{QUOTE}" for each, text in arguments.items())
             case _:
-                given = json.dumps(arguments)
+                given = json.dumps(arguments, ensure_ascii=False)
         return f"{self.opens}{name}{self.middle}{given}{self.closes}"
 
     @cached_property
@@ -248,7 +248,7 @@ class CallReader:
         rest = rest if begun else rest.lstrip()
         if not rest and not ended:
             return False
-        if not rest and self._cut and self._text.strip():  # what stands before a call, and no call
+        if not rest and self._cut and (self._before + self._text).strip():  # what stands before a call, and no call
             self._text = ""
             return False
         if rest.startswith("{"):

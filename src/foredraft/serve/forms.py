@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from foredraft.errors import RequestError, shortened
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import HERMES, ID_LENGTH
+from foredraft.serve.calls import HERMES, ID_LENGTH
 
 Messages: TypeAlias = list[dict[str, Any]]
 Form: TypeAlias = Callable[[Messages], Messages]
@@ -81,10 +81,8 @@ def _call_text(function: Mapping[str, Any]) -> str:
     """Return a call as text; one whose arguments are no object, as a limit cuts them, as it was written."""
     name, given = function["name"], function["arguments"]
     if isinstance(given, str):
-        written = f'{{"name": {json.dumps(name)}, "{HERMES.arguments}": {given}'
-    else:
-        written = json.dumps({"name": name, HERMES.arguments: given}, ensure_ascii=False)
-    return HERMES.opens + written + HERMES.closes
+        return f"{HERMES.opens}{name}{HERMES.middle}{given}{HERMES.closes.removeprefix('}')}"
+    return HERMES.write(name, given)
 
 
 def _is_cut(message: Mapping[str, Any]) -> bool:

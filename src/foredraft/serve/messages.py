@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
+from foredraft.serve.blocks import BlockEvent, ContentBlock
+from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
 from foredraft.serve.problems import Error, LengthFields, Problem, TooLong

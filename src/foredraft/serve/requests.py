@@ -222,7 +222,7 @@ class ChatRequest(_Request):
         begun = None
         if self.continue_final_message:
             begun = begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
-        tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, chat)
+        tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, llm.tokenizer)
         variables, unread = template_variables(
             chat, given, effort=self.reasoning_effort, thinks=self.enable_thinking,
             prefers=self._further.thinks, with_tools=tools is not None,
@@ -345,7 +345,7 @@ class Job:
                 prompt, params, n=1 if request.n is None else request.n,
                 truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
                 show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
-                thinking=thinking,
+                thinking=thinking, marks=() if tools is None else tuple(tools.special),
             )
             for prompt in prompts
         ]  # fmt: skip
