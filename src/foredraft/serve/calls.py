@@ -248,7 +248,7 @@ class CallReader:
         rest = rest if begun else rest.lstrip()
         if not rest and not ended:
             return False
-        if not rest and self._cut and (self._before + self._text).strip():  # what stands before a call, and no call
+        if not rest and self._cut and (self._before + self._text).strip():  # what stands before a call
             self._text = ""
             return False
         if rest.startswith("{"):

@@ -244,7 +244,7 @@ def _written_by(tokenizer: Tokenizer) -> CallFormat | None:
         return None
     begin = len(prompt) if text.startswith(prompt) else text.find(ASKED) + len(ASKED)
     told = text[begin : text.find(ANSWERED)]
-    read = [format for format in FORMATS if _reads(format, told, name, arguments)]
+    read = [format for format in FORMATS if format.id in told and _reads(format, told, name, arguments)]
     exact = (format for format in read if format.write(name, arguments) in told)
     return next(exact, next(iter(read), None))
 
