@@ -13,17 +13,19 @@ from foredraft.decode.thinking import ThinkingMarkers
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.requests import Submission
 from foredraft.model.chat import ChatTemplate
+from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.replies import Event, Reply, Sample
 from foredraft.serve.requests import ChatRequest, Job
 from foredraft.serve.scored_text import TokenTexts
 from foredraft.serve.tools import Tool, Tools
+from tests.support.checkpoints import tiny_tokenizer
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'
 
 
 def read_tool() -> Tools | None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "read"}})
-    return Tools.of([tool], None, None, ChatTemplate({"default": ""}))
+    return Tools.of([tool], None, None, Tokenizer(tiny_tokenizer(), ChatTemplate({"default": ""})))
 
 
 class Written:

@@ -15,13 +15,12 @@ from foredraft.errors import RequestError
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.conversation import (
-    fitted,
     messages_of,
     messages_of_items,
-    spelled_out,
     template_variables,
     thinking_after,
 )
+from foredraft.serve.forms import chat_text, forms
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import ChatRequest
 from foredraft.serve.responses import ResponsesRequest
@@ -48,29 +47,21 @@ def call(id: str, name: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
-USER = {"role": "user", "content": "hi"}
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [call("1", "read"), call("2", "write")]}
 RESULTS = [result("2", "second"), result("1", "first")]
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def told(template: str, messages: list[dict[str, Any]]) -> str:
-    chat, read = ChatTemplate({"default": template}), messages_of(messages)
-    if "tool_calls" not in template:
-        read = spelled_out(read)
-    for form in fitted(read):
-        try:
-            return chat.render(form)
-        except RequestError:
-            pass
-    raise AssertionError("no form was taken")
+    return chat_text(tokenizer(template), messages_of(messages), {})
 
 
 def test_what_a_template_takes_is_told_as_it_is() -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     messages = [{"role": "system", "content": "s"}, USER, USER]
     assert told(plain, messages) == "system: s;user: hi;user: hi;"
-    assert list(fitted([USER])) == [[USER]] and list(fitted([])) == [[]]
+    assert list(forms([USER])) == [[USER]]
 
 
 def test_neighbours_of_one_role_become_one() -> None:
@@ -89,13 +80,15 @@ def test_a_system_message_joins_the_first_user_message() -> None:
 
 def test_calls_of_one_turn_come_in_turns_each_with_its_result() -> None:
     found = told(ONE_CALL, [USER, {**CALLS, "content": "both"}, *RESULTS, result("3", "stray"), USER])
-    assert found == "user: hi;read;tool: first;write;tool: second;tool: stray;user: hi;"
-    [_, turns] = fitted(messages_of([{**CALLS, "content": "both"}]))
-    assert [each["content"] for each in turns] == ["both", None]  # the text comes once
+    assert found == "user: hi;assistant: both;read;tool: first;write;tool: second;tool: stray;user: hi;"
+    _, turns, *_ = forms(messages_of([{**CALLS, "content": "both"}]))
+    assert [each["content"] for each in turns] == ["both", ""]  # the text comes once
 
 
 def many_calls(count: int) -> list[dict[str, Any]]:
-    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f"}} for i in range(count)]
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in range(count)
+    ]
     results = [result(f"c{i}", str(i)) for i in reversed(range(count))]
     return [USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
 
@@ -108,7 +101,7 @@ def test_ids_of_calls_and_results_of_one_turn_are_single() -> None:
     for wrong, at in ((two_calls, "messages[1].tool_calls[2].id"), (two_results, "messages[4].tool_call_id")):
         with pytest.raises(Problem, match=re.escape(f"{at} is 'c")):
             messages_of(wrong)
-    for id in (7, ["x"], {}):
+    for id in (7, ["x"], dict[str, Any]()):
         with pytest.raises(Problem, match="give a string"):
             messages_of([{"role": "tool", "tool_call_id": id, "content": ""}])
 
@@ -119,13 +112,99 @@ def test_forms_of_a_conversation_grow_with_it_and_not_with_its_square(id: str | 
     given = many_calls(200)
     for number, (call, result) in enumerate(zip(given[1]["tool_calls"], given[:1:-1], strict=True)):
         call["id"] = result["tool_call_id"] = id and id.format(number)
-    forms = list(fitted(given))
-    assert [len(form) for form in forms] == [202, 401]
+    found = list(forms(given))
+    assert max(map(len, found)) == 401 and len(found) < 24
     if id == "{}":
-        assert [each["content"] for each in forms[1][2::2]] == [str(number) for number in range(200)]
+        turns = next(form for form in found if len(form) == 401)
+        assert [each["content"] for each in turns[2::2]] == [str(number) for number in range(200)]
     if id != "same":  # which no request may have
-        found = told(ONE_CALL, given)
-        assert (found.count("f;"), found.count("tool: ")) == (200, 200)
+        text = told(ONE_CALL, given)
+        assert (text.count("f;"), text.count("tool: ")) == (200, 200)
+
+
+SILENT = "{% if messages[0].role == 'system' %}{{ messages[0].content }};{% endif %}{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"  # fmt: skip
+STRICT = SILENT.replace("{% if m.role", "{% if m.role == 'system' and loop.index0 %}{{ raise_exception('late') }}{% endif %}{% if m.role")  # fmt: skip
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}", "user: hi;assistant: yes;system: now;user: hi;"),
+        (SILENT, "now;user: hi;assistant: yes;user: hi;"),
+        (STRICT, "now;user: hi;assistant: yes;user: hi;"),
+        (NO_SYSTEM, "user: hi;assistant: yes;user: now\n\nhi;"),
+    ],
+)  # fmt: skip
+def test_a_late_system_message_is_told_where_the_template_shows_it(
+    template: str, want: str, role: str
+) -> None:
+    late = {"role": role, "content": "now"}
+    assert told(template, [USER, ANSWER, late, USER]) == want
+    if template != NO_SYSTEM:
+        assert told(template, [SYSTEM, USER, ANSWER, late]).count("now;") == 1
+
+
+def test_a_late_system_message_is_the_user_s_where_the_template_refuses_any() -> None:
+    one_word = "{% if messages[0].role == 'system' and '\\n' in messages[0].content %}{{ raise_exception('one') }}{% endif %}"
+    found = told(one_word + STRICT, [SYSTEM, USER, ANSWER, {"role": "system", "content": "now"}, USER])
+    assert found == "be brief;user: hi;assistant: yes;user: now\n\nhi;"
+    found = told(one_word + STRICT, [SYSTEM, USER, ANSWER, {"role": "system", "content": "now"}])
+    assert found == "be brief;user: hi;assistant: yes;user: now;"
+
+
+def test_a_message_that_no_form_shows_is_refused_by_name() -> None:
+    deaf = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }};{% endif %}{% endfor %}"
+    with pytest.raises(RequestError, match=r"leaves out messages\[1\], whose role is 'critic'"):
+        told(deaf, [USER, {"role": "critic", "content": "hi"}])
+
+
+NATIVE = "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}{% for c in m.tool_calls %}({{ c.function.name }} {{ ARGUMENTS }}){% endfor %}{% else %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"  # fmt: skip
+AS_OBJECT, AS_TEXT = "c.function.arguments | tojson", "'' + c.function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        (NATIVE.replace("ARGUMENTS", AS_OBJECT), "user: hi;(read {})tool: first;"),  # it writes None
+        (NATIVE.replace("ARGUMENTS", AS_TEXT), "user: hi;(read {})tool: first;"),
+        (NATIVE.replace("ARGUMENTS", AS_OBJECT).replace("{{ m.content }}{%", "{% if m.content is none %}null{% endif %}{%"), "user: hi;null(read {})tool: first;"),
+        (NATIVE.replace("ARGUMENTS", AS_OBJECT).replace("{{ m.content }}{%", "{% if 'x' in m.content %}x{% endif %}{%"), "user: hi;(read {})tool: first;"),
+    ],
+)  # fmt: skip
+def test_a_call_is_told_with_the_content_and_the_arguments_that_its_template_takes(
+    template: str, want: str
+) -> None:
+    calls = {**CALLS, "tool_calls": [call("1", "read")]}
+    assert told(template, [USER, calls, result("1", "first")]) == want
+    assert told(template, [USER, {**ANSWER, "tool_calls": []}]) == "user: hi;assistant: yes;"
+
+
+def test_a_result_has_the_name_of_its_call() -> None:
+    named = [each["name"] for each in messages_of([USER, CALLS, *RESULTS])[2:]]
+    assert named == ["write", "read"]
+    assert "name" not in messages_of([USER, CALLS, result("3", "stray")])[2]
+
+
+MISTRAL = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}({{ c.id }} {{ c.function | tojson }}){% endfor %}{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[{{ m.tool_call_id }} {{ m.content }}]{% if loop.nextitem and loop.nextitem.role == 'user' %}{{ raise_exception('answer') }}{% endif %}{% else %}{{ m.content }};{% endif %}{% endfor %}"  # fmt: skip
+
+
+def test_ids_of_other_servers_are_as_long_as_a_template_asks() -> None:
+    found = told(MISTRAL, [USER, {**CALLS, "content": ""}, *RESULTS, USER])
+    ids = re.findall(r"[(\[]([0-9a-z]{9}) ", found)
+    assert len(set(ids)) == 2 and ids[:2] == ids[:1:-1]  # each result is its call's
+    assert found.endswith("first];hi;")  # the answer between them is empty
+
+
+@pytest.mark.parametrize("cut", ['{"path": "a', "{", "null", "[1]", '{"a": 1} {'])
+def test_a_call_that_was_cut_is_told_as_it_was_written(cut: str) -> None:
+    broken = {**call("1", "read"), "function": {"name": "read", "arguments": cut}}
+    given = [USER, {**CALLS, "tool_calls": [broken]}, result("1", "no JSON"), {**CALLS, "tool_calls": [call("2", "write")]}, result("2", "good")]  # fmt: skip
+    found = told(NATIVE.replace("ARGUMENTS", AS_OBJECT), given)
+    assert f'assistant: <tool_call>\n{{"name": "read", "arguments": {cut}\n</tool_call>;' in found
+    assert "user: <tool_response>\nno JSON\n</tool_response>;" in found
+    assert found.endswith("(write {})tool: good;")  # the others are told as ever
 
 
 @pytest.mark.parametrize("silent", [{"content": None}, {}, {"content": None, "tool_calls": []}], ids=str)

@@ -64,6 +64,7 @@ class Submission:
     client: str = ""  # has a share of the rows
     salts: tuple[str, ...] = ()  # only prompts of the same salts find each other in the prefix cache
     text_salts: tuple[str, ...] = ()  # and texts of the same salts in drafter "suffix"
+    marks: tuple[str, ...] = ()  # special tokens whose text is shown all the same, if the tokenizer has them
     thinking: ThinkingMarkers | None = None  # stop strings and grammars hold behind them; None: it is text
 
 
@@ -204,6 +205,7 @@ class Requests:
 
     def _text_buffer(self, prompt: list[int], asked: Submission, stops: StopAutomaton) -> TextBuffer | None:
         tokenizer, params, thinking = self.loaded.tokenizer, asked.params, asked.thinking
+        markers = () if thinking is None else thinking.markers
         if tokenizer is None:
             return None
         return TextBuffer(
@@ -214,7 +216,7 @@ class Requests:
             include=params.include_stop,
             least=params.min_new_tokens,
             thinking=thinking,
-            marks={} if thinking is None or asked.show_special else tokenizer.special_ids(thinking.markers),
+            marks={} if asked.show_special else tokenizer.special_ids([*markers, *asked.marks]),
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:

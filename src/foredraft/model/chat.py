@@ -213,7 +213,7 @@ def _texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as plain values, without keys whose value is None."""
+    """Return the messages as plain values, without keys whose value is None, but the content beside calls."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages is not a list", remedy="give a list of objects with role and content")
     if not messages:
@@ -223,7 +223,11 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
-        plain = {key: value for key, value in _plain(message, name).items() if value is not None}
+        plain = {
+            key: value
+            for key, value in _plain(message, name).items()
+            if value is not None or (key == "content" and message.get("tool_calls"))
+        }
         if not isinstance(plain.get("role"), str):
             remedy = "give 'system', 'user' or 'assistant'"
             raise RequestError(f"{name} has no role that is text", remedy=remedy)

@@ -1,27 +1,24 @@
-"""Conversation: messages of the API, and items of POST /v1/responses -> the prompt that a chat template
-makes, and how the reply to it marks its thinking.
+"""Conversation: messages of the API, and items of POST /v1/responses -> messages for a chat template, and how
+the reply to them marks its thinking.
 
-Templates differ in what they take: some know no calls, some no system message, no two messages of one role in
-a row, or no two calls in one turn. The same conversation has a form for each of them. The server keeps no
-state, so an item that names an earlier response's is refused, unless it names reasoning.
+The server keeps no state, so an item that names an earlier response's is refused, unless it names reasoning.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 from foredraft.decode.thinking import ThinkingMarkers
-from foredraft.errors import RequestError, shortened
+from foredraft.errors import shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.blocks import HERMES
+from foredraft.serve.forms import Messages
 from foredraft.serve.problems import invalid
 
-Messages: TypeAlias = list[dict[str, Any]]
 # The key of an earlier reply's reasoning, which templates of models that reason read; others pass over it.
 REASONING = "reasoning_content"
 
@@ -31,14 +28,19 @@ def messages_of(given: Messages) -> Messages:
     if not given:
         raise invalid("messages", "messages is empty")
     made = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
-    results: set[str] = set()  # ids of those that follow one message
+    results = set[str]()  # ids of those that follow one message
+    names: dict[object, str] = {}  # of the calls of that message, by id
     for place, message in enumerate(made):
         if message.get("role") == "tool":
-            _check_single(message.get("tool_call_id"), results, f"messages[{place}].tool_call_id")
+            id = message.get("tool_call_id")
+            _check_single(id, results, f"messages[{place}].tool_call_id")
+            if id in names:  # some templates show it, or refuse a result without it
+                message.setdefault("name", names[id])
             continue
-        results, calls = set(), set[str]()
+        results, names, calls = set(), {}, set[str]()
         for index, call in enumerate(message.get("tool_calls") or ()):
             _check_single(call.get("id"), calls, f"messages[{place}].tool_calls[{index}].id")
+            names[call.get("id")] = call["function"]["name"]
     return made
 
 
@@ -81,105 +83,15 @@ def begun_reply(message: Mapping[str, Any], *, adds_prompt: bool) -> str:
     return text_of(message["content"], "the last message", "messages")
 
 
-def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> str:
-    """Return messages as their template renders them, in the first form of the conversation that it takes."""
-    chat, refusal = tokenizer.chat, None
-    if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):
-        messages = spelled_out(messages)
-    for form in fitted(messages):
-        try:
-            return tokenizer.chat_text(form, **variables)
-        except RequestError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def spelled_out(messages: Messages) -> Messages:
-    """Return messages whose calls and results are text, for a template that knows no calls."""
-    made: Messages = []
-    for message in messages:
-        content, calls = message.get("content"), message.get("tool_calls")
-        if message.get("role") == "tool":
-            message = {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
-        elif calls:
-            functions = [call["function"] for call in calls]
-            named = [{name: each[name] for name in ("name", "arguments")} for each in functions]
-            written = [HERMES.opens + json.dumps(each, ensure_ascii=False) + HERMES.closes for each in named]
-            parts = [content, *written] if content else written
-            message = {"role": message.get("role"), "content": HERMES.between.join(parts)}
-        made.append(message)
-    return made
-
-
-def fitted(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages, then the same conversation as narrower templates take it, nearest first."""
-    yield messages
-    for change in (_one_call_a_turn, _one_message_a_turn, _without_system):
-        changed = change(messages)
-        if changed != messages:
-            messages = changed
-            yield messages
-
-
-def _one_call_a_turn(messages: Messages) -> Messages:
-    """Return messages in which each call is followed by its result, as if they had come in turns."""
-    made: Messages = []
-    at = 0
-    while at < len(messages):
-        message, at = messages[at], at + 1
-        calls = message.get("tool_calls") or ()
-        if len(calls) < 2:
-            made.append(message)
-            continue
-        results: dict[object, Messages] = {}
-        while at < len(messages) and messages[at].get("role") == "tool":
-            results.setdefault(messages[at].get("tool_call_id"), []).append(messages[at])
-            at += 1
-        for place, call in enumerate(calls):
-            made.append({**message, "tool_calls": [call]} | ({"content": None} if place else {}))
-            made += results.pop(call.get("id"), ())
-        made += [each for left in results.values() for each in left]
-    return made
-
-
-def _one_message_a_turn(messages: Messages) -> Messages:
-    """Return messages in which neighbours of one role are one."""
-
-    def turn(message: dict[str, Any]) -> object:
-        alone = message.get("role") == "tool" or message.get("tool_calls")
-        return id(message) if alone else message.get("role")
-
-    turns = [list(each) for _, each in groupby(messages, turn)]
-    return [
-        {**turn[0], "content": _paragraphs(*(each.get("content") for each in turn))} if turn[1:] else turn[0]
-        for turn in turns
-    ]
-
-
-def _without_system(messages: Messages) -> Messages:
-    """Return messages whose first system message is a part of the first user message."""
-    if not messages or messages[0].get("role") != "system":
-        return messages
-    content, rest = messages[0].get("content"), messages[1:]
-    if rest and rest[0].get("role") == "user":
-        content, rest = _paragraphs(content, rest[0].get("content")), rest[1:]
-    return [{"role": "user", "content": content}, *rest]
-
-
-def _paragraphs(*texts: str | None) -> str:
-    return "\n\n".join(text for text in texts if text)
-
-
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    made = dict(message)
+    made = {key: value for key, value in message.items() if key != "tool_calls"}
     if message.get("content") is not None:
         made["content"] = text_of(message["content"], f"{name}.content", "messages")
-    elif message.get("role") == "assistant" and not message.get("tool_calls"):
+    elif message.get("role") != "assistant" or not message.get("tool_calls"):
         made["content"] = ""  # it said nothing, and most templates need a content
     if message.get("role") == "developer":  # the newer name of the system message
         made["role"] = "system"
-    if message.get("tool_calls") is not None:
+    if message.get("tool_calls"):  # an empty list is as none
         made["tool_calls"] = _calls(message["tool_calls"], f"{name}.tool_calls")
     return made
 
@@ -194,12 +106,12 @@ def _calls(given: object, name: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid("messages", f"{name}[{place}] has no function with a name")
         arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                says = f"{name}[{place}] has arguments that are no JSON"
-                raise invalid("messages", says) from None
+        if isinstance(arguments, str):  # otherwise as they are, such as those that a limit has cut
+            with suppress(ValueError, RecursionError):
+                read = json.loads(arguments or "{}")
+                arguments = read if isinstance(read, dict) else arguments
+        elif not isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 

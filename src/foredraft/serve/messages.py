@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent, ContentBlock, parsed_object
+from foredraft.serve.blocks import BlockEvent, ContentBlock
+from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import REASONING, text_of
 from foredraft.serve.fields import NOT_OF_MESSAGES, OF_MESSAGES, Body, Items
 from foredraft.serve.problems import TYPES, LengthFields, Problem, TooLong
@@ -27,6 +28,7 @@ REASONS: dict[str, StopReason] = {
     "eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal",
 }  # fmt: skip
 KINDS = TYPES | {413: "request_too_large", 500: "api_error"}
+BILLING = "x-anthropic-billing-header:"
 THINKS = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 
 
@@ -97,8 +99,8 @@ class MessagesRequest(Body):
     def chat(self) -> ChatRequest:
         self.refuse_unsupported()
         messages = [made for each in self.messages for made in _messages(each)]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
+        if system := _told(self.system):
+            messages.insert(0, {"role": "system", "content": system})
         last = messages[-1] if messages else {}
         choice, given = self.tool_choice or ToolChoice(type="auto"), self.tools or []
         named = {"type": "function", "function": {"name": choice.name}}
@@ -130,6 +132,13 @@ class CountTokensRequest(MessagesRequest):
     """The body of POST /v1/messages/count_tokens."""
 
     max_tokens: int = 1
+
+
+def _told(system: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
+    """Return the system message without the block that changes with each request of Claude Code's."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in system if not str(block.get("text")).startswith(BILLING)]
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from foredraft.llm import LLM
 from foredraft.llm.requests import Submission
 from foredraft.serve import conversation, fields
 from foredraft.serve.fields import Form, Items, JsonSchema, Prediction, ResponseFormat, StreamOptions
+from foredraft.serve.forms import chat_text
 from foredraft.serve.problems import LengthFields, Problem, TooLong, invalid, of_error
 from foredraft.serve.schemas import Fitted
 from foredraft.serve.tools import MAX_TOOLS, Tool, ToolChoice, Tools, fitted_schema
@@ -207,7 +208,7 @@ class ChatRequest(_Request):
         begun = None
         if self.continue_final_message:
             begun = conversation.begun_reply(self.messages[-1], adds_prompt=bool(self.add_generation_prompt))
-        tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, chat)
+        tools = Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls, llm.tokenizer)
         variables, unread = conversation.template_variables(
             chat, given, effort=self.reasoning_effort, thinks=self.enable_thinking,
             prefers=self._thinks, with_tools=tools is not None,
@@ -222,7 +223,7 @@ class ChatRequest(_Request):
             messages, described = tools.prompt(messages)
             variables |= described
             tools.constrain(options, None if self.form is None else self.form.field)
-        text = conversation.chat_text(llm.tokenizer, messages, variables)
+        text = chat_text(llm.tokenizer, messages, variables)
         thinking = conversation.thinking_after(llm.tokenizer, text, begun, stops=bool(self.stop_in_reasoning))
         prompt = self.kept(llm.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, llm.max_length - len(prompt))
@@ -319,7 +320,7 @@ class Job:
             prompts[0], params, n=1 if request.n is None else request.n,
             truncate="left" if request.truncate_prompt_tokens == -1 else request.truncate_prompt,
             show_special=request.skip_special_tokens is False, trace=bool(request.provenance),
-            thinking=thinking,
+            thinking=thinking, marks=() if tools is None else tuple(tools.special),
         )  # fmt: skip
         return cls(request, prompts, one, tools, tuple(sorted([*request.further, *unread])))
 

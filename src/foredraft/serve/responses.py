@@ -10,7 +10,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from foredraft.errors import shortened
 from foredraft.serve import reply_types
-from foredraft.serve.blocks import BlockEvent, ContentBlock, is_object
+from foredraft.serve.blocks import BlockEvent, ContentBlock
+from foredraft.serve.calls import is_object
 from foredraft.serve.conversation import messages_of_items
 from foredraft.serve.fields import NOT_OF_RESPONSES, OF_RESPONSES, Body, Items
 from foredraft.serve.problems import LengthFields, Problem, invalid

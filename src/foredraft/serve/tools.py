@@ -1,8 +1,8 @@
 """Tools of a chat: their part of the prompt, the grammar of calls, and the reader of calls.
 
-Under a chat template that reads no tools, a system message describes them in the way of Nous Research's
-Hermes. Calls are constrained to JSON that the tool's schema allows; those of Mistral's models only where a
-call is required, because they begin with a special token, which a grammar has no text for.
+A model writes calls as its chat template tells them: that way is found by a call that the template tells and
+a reader reads. Where none reads it, or the template reads no tools, a system message describes them in the
+way of Nous Research's Hermes. Calls are constrained to what the tool's schema allows.
 """
 
 from __future__ import annotations
@@ -11,20 +11,32 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field
 
-from foredraft.constraints.grammar import WHITE_SPACE, check_grammar
+from foredraft.constraints.grammar import check_grammar
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
-from foredraft.serve.blocks import HERMES, LLAMA, MARKER, MISTRAL, CallFormat, CallReader, ParsedToolCall
-from foredraft.serve.conversation import Messages
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.call_grammar import CallGrammar, unheld
+from foredraft.serve.calls import (
+    FORMATS,
+    HERMES,
+    ID_LENGTH,
+    CallFormat,
+    CallReader,
+    ParsedToolCall,
+    parsed_object,
+)
+from foredraft.serve.forms import Messages, chat_text, spelled_out
 from foredraft.serve.problems import invalid
 from foredraft.serve.schemas import Fitted, broken, fit
 
 MAX_TOOLS = 128
 MAX_PLACES = 5  # of a schema that an error names
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+EMPTY = {"type": "object", "properties": {}}  # what templates show of a tool without parameters
+NO_PARAMETERS = {**EMPTY, "additionalProperties": False}
 SYSTEM = """You may call one or more functions. Their signatures are between <tools> and </tools>:
 <tools>
 {tools}
@@ -90,13 +102,14 @@ class Tools:
     parallel: bool  # several calls are allowed
     format: CallFormat  # how the model writes calls
     described: bool  # the chat template describes the functions
+    special: Mapping[str, int]  # ids of the special tokens that calls are written with, by their texts
 
     @classmethod
     def of(
-        cls, tools: list[Tool] | None, choice: Any, parallel: bool | None, chat: ChatTemplate | None
+        cls, tools: list[Tool] | None, choice: Any, parallel: bool | None, tokenizer: Tokenizer
     ) -> Tools | None:
         """Return the tools of a request; None where it has none, or none may be called."""
-        if not tools or chat is None:
+        if not tools or tokenizer.chat is None:
             if choice not in (None, "none", "auto"):
                 raise invalid("tool_choice", "tool_choice needs tools")
             return None
@@ -112,40 +125,43 @@ class Tools:
         if isinstance(choice, AllowedChoice):
             chosen = _named(functions, choice.allowed_tools.tools)
             required = choice.allowed_tools.mode == "required"
-        described, written = chat.reads_tools, HERMES
-        template = chat.source(with_tools=True) if described else MARKER
-        if MARKER not in template:
-            written = LLAMA if '"parameters"' in template else HERMES
-            written = MISTRAL if "[TOOL_CALLS]" in template else written
+        written = written_by(tokenizer)
         return cls(
             functions, chosen, {each.name: _fitted(each) for each in chosen}, required=required,
-            parallel=parallel is not False and not isinstance(choice, NamedChoice), format=written,
-            described=described,
+            parallel=parallel is not False and not isinstance(choice, NamedChoice),
+            format=written or HERMES, described=written is not None, special=special_in(written, tokenizer),
         )  # fmt: skip
 
     def reader(self) -> CallReader:
-        return CallReader(self.format, [each.name for each in self.callable], None if self.parallel else 1)
+        schemas = {name: each.schema for name, each in self.schemas.items()}
+        return CallReader(self.format, schemas, None if self.parallel else 1)
 
     @property
     def unenforced(self) -> tuple[str, ...]:
         """The keywords that the grammar does not hold, each with its tool and its place in the schema."""
-        return tuple(f"{name}: {place}" for name, each in self.schemas.items() for place in each.left_out)
+        return tuple(f"{name}: {place}" for name in self.schemas for place in self._left_out(name))
+
+    def _left_out(self, name: str) -> list[str]:
+        fitted = self.schemas[name]
+        return list(dict.fromkeys([*fitted.left_out, *unheld(self.format, fitted.schema)]))
 
     def broken(self, call: ParsedToolCall) -> list[str]:
         """Return the places of the keywords that a call's arguments break, of those that no grammar holds."""
-        fitted = self.schemas.get(call.name)
-        if fitted is None or not fitted.left_out:
+        if call.name not in self.schemas or not self._left_out(call.name):
             return []
-        return [f"{call.name}: {place}" for place in broken(fitted.whole, call.arguments)]
+        found = broken(self.schemas[call.name].whole, call.arguments)
+        return [f"{call.name}: {place}" for place in found]
 
     def prompt(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages and the further variables for the chat template."""
-        listed = [
-            {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}
-            for function in self.functions
-        ]
+        listed = []
+        for function in self.functions:
+            shown = function.model_dump(exclude_none=True, exclude={"strict"})
+            shown["parameters"] = function.parameters or EMPTY
+            listed.append({"type": "function", "function": shown})
         if self.described:
             return messages, {"tools": listed}
+        messages = spelled_out(messages)
         text = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
         if messages and messages[0].get("role") == "system":
             text = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
@@ -181,36 +197,66 @@ class Tools:
 
         An answer and a call that both begin as a JSON object cannot be told apart by the library.
         """
-        form = self.format
-        if not self.required and (form is MISTRAL or (schema is not None and not form.marked)):
+        if not self.required and schema is not None and not self.format.marker:
             return None
-        lines = [f"body: {' | '.join(f'tool_{i}' for i in range(len(self.callable)))}"]
-        for i, function in enumerate(self.callable):
-            opens = json.dumps({"name": function.name, form.arguments: 0})[:-2]
-            lines += [
-                f"tool_{i}: {json.dumps(opens)} args_{i} {json.dumps('}')}",
-                f"args_{i}: %json {_json(self.schemas[function.name].schema)}",
-            ]
-        more = f" ({json.dumps(form.between)} call)*" if self.parallel else ""
-        lines.append(f"call: {json.dumps(form.opens)} body {json.dumps(form.closes)}")
-        lines.append(f"calls: {json.dumps(form.first)} call{more} {json.dumps(form.last)}")
-        if self.required:
-            start = "calls"
-        elif schema is not None:
-            lines.append(f"answer: %json {_json(schema)}")
-            start = "answer | calls"
-        elif form.marked:
-            marker = form.opens.strip()
-            lines += [
-                rf"FREE: /(.|\n)*/ & ~/(.|\n)*{marker}(.|\n)*/",
-                rf"marked[suffix={json.dumps(marker)}]: /(.|\n)*/",
-                f"tail: {json.dumps(form.opens.removeprefix(marker))} body {json.dumps(form.closes)}{more}",
-            ]
-            start = "FREE | marked tail"
-        else:
-            lines.append(r"FREE: /([^{ \n\t](.|\n)*)?/")
-            start = "FREE | calls"
-        return "\n".join([f"start: {start}", *lines])
+        schemas = {name: each.schema for name, each in self.schemas.items()}
+        grammar = CallGrammar(self.format, schemas, self.special, parallel=self.parallel)
+        return grammar.whole(required=self.required, answer=schema)
+
+
+# What a template tells, for the way in which it does: two turns of a conversation, and the call between them.
+ASKED, ANSWERED, CALLED = "foredraftasked", "foredraftanswered", ("foredraftcall", {"at": "foredraftgiven"})
+# The ways that were found, which take a few milliseconds.
+_found: WeakKeyDictionary[ChatTemplate, CallFormat | None] = WeakKeyDictionary()
+
+
+def written_by(tokenizer: Tokenizer) -> CallFormat | None:
+    """Return the way in which a chat template tells calls; None where none is known, or it reads no tools."""
+    chat = tokenizer.chat
+    if chat is None or not chat.reads_tools:
+        return None
+    if chat not in _found:
+        _found[chat] = _written_by(tokenizer)
+    return _found[chat]
+
+
+def _written_by(tokenizer: Tokenizer) -> CallFormat | None:
+    name, arguments = CALLED
+    schema = {"type": "object", "properties": {"at": {"type": "string"}}}
+    function = {"name": name, "description": name, "parameters": schema}
+    call = {"id": name[:ID_LENGTH], "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked: Messages = [{"role": "user", "content": ASKED}]
+    turns: Messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "name": name, "content": ANSWERED},
+    ]
+    variables = {"tools": [{"type": "function", "function": function}]}
+    try:
+        prompt = chat_text(tokenizer, asked, variables)
+        text = chat_text(tokenizer, asked + turns, {**variables, "add_generation_prompt": False})
+    except RequestError:
+        return None
+    begin = len(prompt) if text.startswith(prompt) else text.find(ASKED) + len(ASKED)
+    told = text[begin : text.find(ANSWERED)]
+    read = [format for format in FORMATS if format.id in told and _reads(format, told, name, arguments)]
+    exact = (format for format in read if format.write(name, arguments) in told)
+    return next(exact, next(iter(read), None))
+
+
+def _reads(format: CallFormat, text: str, name: str, arguments: dict[str, str]) -> bool:
+    reader = CallReader(format, {name: {}})
+    reader.read(text)
+    reader.end()
+    return [(call.name, parsed_object(call.arguments)) for call in reader.calls] == [(name, arguments)]
+
+
+def special_in(format: CallFormat | None, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the special tokens that calls are written with, which a text shows although they are special."""
+    if format is None:
+        return {}
+    written = "\n".join([format.first, format.write("", {"": ""}), format.between, format.last, format.id])
+    texts = {tokenizer.inner.id_to_token(id): id for id in tokenizer.special}
+    return {text: id for text, id in texts.items() if text and text in written}
 
 
 def _named(functions: tuple[Function, ...], choices: list[NamedChoice]) -> tuple[Function, ...]:
@@ -240,7 +286,3 @@ def fitted_schema(
         says = f"{subject} is strict, but its schema has what is not supported: {places}"
         raise invalid(param, f"{says}; leave that out, or strict")
     return fitted
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
