@@ -107,7 +107,7 @@ def test_keys_of_known_seeds() -> None:
     assert picks == [689, 880, 728, 252, 31, 250]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**53 + 1, 2**63 - 1])
+@pytest.mark.parametrize("seed", [-(2**63), -2, 0, 1, 2**31, 2**53 + 1, 2**63 - 1])
 def test_seed_keys_are_signed_words(seed: int) -> None:
     found = {seed_key(seed, sample) for sample in range(100)}
     assert len(found) == 100 and all(-(2**63) <= key < 2**63 for key in found)

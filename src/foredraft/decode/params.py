@@ -149,7 +149,7 @@ class SamplingParams:
     Args:
         temperature: Divides the logits; 0 is greedy: truncation and `seed` then have no effect.
         top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens that together have this probability; 1 is off.
+        top_p: Keep the likeliest tokens that together have this probability; 1 is off, 0 is greedy.
         min_p: Drop tokens less likely than this share of the likeliest one; 0 is off.
         typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this probability; 1 is off.
         repetition_penalty: Logits of tokens in prompt or output are divided by it if positive, else
@@ -207,7 +207,7 @@ class SamplingParams:
 
     temperature: float = declare(1.0, Number("0 (greedy) or more"), elsewhere="temp")
     top_k: int = declare(0, COUNT)
-    top_p: float = declare(1.0, SHARE)
+    top_p: float = declare(1.0, Number("0 (greedy) to 1 (off)", most=1.0))
     min_p: float = declare(0.0, Number("from 0 (off) to 1", most=1.0))
     typical_p: float = declare(1.0, SHARE, elsewhere="typical")
     repetition_penalty: float = declare(
@@ -222,7 +222,9 @@ class SamplingParams:
     stop: str | tuple[str, ...] | list[str] = declare((), Strings())
     stop_token_ids: tuple[int, ...] | list[int] = declare((), Ids())
     include_stop: bool = declare(False, Flag())
-    seed: int | None = declare(None, Whole("0 to 2**63 - 1", most=2**63 - 1), elsewhere="-s")
+    seed: int | None = declare(
+        None, Whole("-2**63 to 2**63 - 1", least=-(2**63), most=2**63 - 1), elsewhere="-s"
+    )
     logprobs: int | None = declare(None, SCORES)
     prompt_logprobs: int | None = declare(None, SCORES)
     acceptance: RuleName | None = declare(
@@ -317,7 +319,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature == 0 or self.top_p == 0
 
     @property
     def rule(self) -> RuleName:

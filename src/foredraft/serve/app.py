@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
@@ -29,7 +29,15 @@ from foredraft.serve.replies import Event, Reply
 from foredraft.serve.requests import as_problems, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Loader
-from foredraft.serve.streaming import SSE_HEADERS, Socket, encoded, opened, plain_text, server_sent
+from foredraft.serve.streaming import (
+    SSE_HEADERS,
+    Socket,
+    encoded,
+    opened,
+    plain_text,
+    prefers_text,
+    server_sent,
+)
 from foredraft.serve.tokens import READERS, Reader, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -55,6 +63,7 @@ def create_app(load: Loader, settings: Settings, *, local: bool | None = None) -
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Recording, end=state.end)  # the last one added sees a request first
     for error in (Problem, ClientDisconnect, Exception, 404, 405):
         app.add_exception_handler(error, _answer_error)
@@ -152,7 +161,7 @@ def _add_shape(app: FastAPI, state: App, path: str, shape: type[Reply]) -> None:
                 model.end(reply.generation)
             return JSONResponse(whole, headers=headers | _listed({"x-broken-keywords": reply.broken()}))
         events, kind = reply.events(state.settings.heartbeat_seconds), "text/event-stream"
-        if shape.done and "text/plain" in request.headers.get("accept", ""):
+        if shape.done and prefers_text(request.headers.get("accept", "")):
             content, kind = encoded(events, plain_text), "text/plain; charset=utf-8"
         else:
             content, headers = encoded(events, server_sent, shape.done), headers | SSE_HEADERS
@@ -223,6 +232,16 @@ def _listed(notes: Mapping[str, Sequence[str]]) -> dict[str, str]:
         if shown:
             headers[header] = ", ".join(shown)
     return headers
+
+
+class HeadAsGet:
+    """Answers HEAD as GET; the server leaves the body out (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
 
 
 class _GenerationStream(StreamingResponse):

@@ -59,16 +59,17 @@ class Keys:
         return cls(keys)
 
     def check(self, authorization: str | None, key: str | None = None) -> str:
-        """Return the name of the key in a header, or of `key`; "" where the server asks for none."""
+        """Return the name of the key in a header, or else of `key`; "" where the server asks for none."""
         if not self:
             return ""
         scheme, _, bearer = (authorization or "").partition(" ")
-        if key is None and scheme.lower() == "bearer":
-            key = bearer
-        # ASGI hands the bytes of a header over as Latin-1.
-        digest = hashlib.sha256((key or "").strip(" \t").encode("latin-1", "replace")).digest()
-        names = [name for known, name in self._known if hmac.compare_digest(digest, known)]
-        if key is None or not names:
+        names: list[str] = []
+        for given in (bearer if scheme.lower() == "bearer" else None, key):
+            if given is not None and not names:
+                # ASGI hands the bytes of a header over as Latin-1.
+                digest = hashlib.sha256(given.strip(" \t").encode("latin-1", "replace")).digest()
+                names = [name for known, name in self._known if hmac.compare_digest(digest, known)]
+        if not names:
             raise Problem(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},

@@ -83,6 +83,16 @@ class _Bounded:
         return self._ended
 
 
+class _AnyLength(int):
+    """The length of a body that ends where the connection does."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
+
+
 class HttpConnection(_Bounded, HttpToolsProtocol):
     """An HTTP connection whose heads, bodies and waiting requests are bounded in bytes and time."""
 
@@ -138,6 +148,8 @@ class HttpConnection(_Bounded, HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self.cycle is not None and self.scope["http_version"] == "1.0":  # which knows no chunks
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
         self._state, self._framing, self._body, self._turned = "body", 0, 0, True
         self._start_timer("body")
 

@@ -27,11 +27,22 @@ from foredraft.serve.replies import Event
 logger = logging.getLogger(__name__)
 
 # A proxy must neither keep nor compress an event stream.
-SSE_HEADERS = {
-    "Cache-Control": "no-cache, no-transform",
-    "X-Accel-Buffering": "no",
-    "Connection": "keep-alive",
-}
+SSE_HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
+
+
+def prefers_text(accept: str) -> bool:
+    """Return whether a header prefers plain text to events and to JSON (RFC 9110, 12.5.1)."""
+    weights: dict[str, float] = {}
+    for part in accept.split(","):
+        kind, *parameters = (word.strip().lower() for word in part.split(";"))
+        given = next((word[2:] for word in parameters if word.startswith("q=")), "1")
+        with suppress(ValueError):
+            weights[kind] = float(given)
+    others = [
+        next((weights[kind] for kind in (name, name.split("/")[0] + "/*", "*/*") if kind in weights), 0.0)
+        for name in ("text/event-stream", "application/json")
+    ]
+    return weights.get("text/plain", 0.0) > max(others)
 
 
 def as_json(value: Any) -> str:
