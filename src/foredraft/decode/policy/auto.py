@@ -152,7 +152,7 @@ class Auto(Policy):
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
-        draws = any(row.sequence.params.temperature > 0 for row in rows)
+        draws = not all(row.sequence.params.greedy for row in rows)
         self.table = self._costs(draws, len(rows))
         self._rows, self._reads = sum(not row.idle for row in rows), []
         if self.table.wants_plain:
