@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import foredraft
 from foredraft.llm import LLM
+from foredraft.serve.app import create_app
+from foredraft.serve.server import listen, make_server
+from foredraft.serve.settings import Settings
 from tests.support.serving import Served, serving
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -117,8 +125,11 @@ def test_two_runs_of_a_seed_show_one_text_and_their_charts(open_page: Any, serve
 
     view.on("request", note)
     ran(view, temperature=1.2)
-    assert [body["drafter"] for body in bodies] == ["none", "draft-model"]
+    turns = ["none", "draft-model", "draft-model", "none"]  # the runs that count
+    assert [body["drafter"] for body in bodies] == [*turns[:2], *turns, *turns, *turns[:2]]
     assert len({body["seed"] for body in bodies}) == 1
+    bodies, counting = bodies[:2], bodies[2:]
+    assert all(body["provenance"] for body in bodies) and not any(body["provenance"] for body in counting)
     whole = [served.client.post("/v1/completions", json={**body, "stream": False}).json() for body in bodies]
     for side, reply in zip(("left", "right"), whole, strict=True):
         [choice] = reply["choices"]
@@ -129,7 +140,8 @@ def test_two_runs_of_a_seed_show_one_text_and_their_charts(open_page: Any, serve
         assert [name.split()[1] for name in classes] == [each["origin"] for each in choice["provenance"]]
     assert {each["origin"] for each in whole[1]["choices"][0]["provenance"]} == {"drafter", "target", "bonus"}
     assert view.inner_text("#verdict").startswith("✓ Both texts are identical, all ")
-    assert re.fullmatch(r"\d+\.\d\d×", view.inner_text("#speedup"))
+    assert re.fullmatch(r"\d+\.\d\d×|no difference", view.inner_text("#speedup"))
+    assert view.inner_text("#speedup-note").endswith(" in 5 turns")
     figures = whole[1]["metrics"]["speculative_decoding"]
     says = view.get_attribute("#chart-positions svg", "aria-label")
     pairs = [tuple(map(int, pair)) for pair in re.findall(r": (\d+) of (\d+)", says)]
@@ -138,6 +150,115 @@ def test_two_runs_of_a_seed_show_one_text_and_their_charts(open_page: Any, serve
     assert view.locator("#chart-rounds rect.accepted").count() == figures["num_accepted_tokens"]
     rounds = f"{len(whole[1]['choices'][0]['trace'])} rounds"
     assert rounds in view.get_attribute("#chart-rounds svg", "aria-label")
+
+
+def test_the_default_of_the_server_is_an_entry_with_a_name(open_page: Any) -> None:
+    with foredraft.load(device="cpu", max_length=256) as llm, serving(llm) as own:
+        assert llm.default_drafter == "auto"
+        view = open_page(own.url)
+        ran(view, 40, temperature=0)
+        assert view.input_value("#drafter-right") == "auto"
+        used = own.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).json()
+        assert used["choices"]
+        assert view.inner_text("#title-left") == "plain"
+        assert re.match(r"auto( by .+)?$", view.inner_text("#title-right"))
+        assert view.locator("#rates dt").all_inner_texts() == ["plain", "auto"]
+        heights = view.eval_on_selector_all(
+            ".columns h2", "all => all.map((x) => x.getBoundingClientRect().height)"
+        )
+        assert heights[0] == heights[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("ratios", "figure", "note"),
+    [
+        ([], "–", "speed-up: measured after both texts"),
+        ([1.2], "–", "speed-up: measured after both texts"),
+        ([0.9, 1.1, 1.0, 1.05, 0.95], "no difference", "right against left: 1.00 (0.95 to 1.05) in 5 turns"),
+        ([1.5, 1.7, 1.6, 1.55, 1.65], "1.60×", "right against left: 1.60 (1.55 to 1.65) in 5 turns"),
+        ([0.5, 0.6, 0.55], "0.55×", "right against left: 0.55 (0.53 to 0.57) in 3 turns"),
+    ],
+)
+def test_a_speedup_within_its_spread_is_none(
+    open_page: Any, ratios: list[float], figure: str, note: str
+) -> None:
+    found = open_page().evaluate(
+        """async (all) => { const { Ratios } = await import('/page/ratios.js'); const made = new Ratios();
+          all.forEach((each) => made.add(each)); return [made.figure, made.note]; }""",
+        ratios,
+    )
+    assert found[0] == figure and found[1].endswith(note)
+
+
+def test_charts_of_long_drafts_and_many_rounds_can_be_read(open_page: Any) -> None:
+    view = open_page()
+    found = view.evaluate(
+        """async () => {
+          const { positions, rounds } = await import('/page/charts.js');
+          const root = document.createElement('div');
+          root.className = 'chart';
+          root.style.width = '250px';
+          document.body.append(root);
+          const boxes = (names) => [...root.querySelectorAll(names)].map((x) => { const b = x.getBoundingClientRect(); return [b.left, b.right, b.top, b.bottom]; });
+          const found = {};
+          for (const count of [3, 10, 40]) {
+            positions(root, { drafted: Array(count).fill(100), accepted: Array(count).fill(100) });
+            found[`shares ${count}`] = boxes('text.value');
+            found[`places ${count}`] = boxes('text:not(.value)');
+          }
+          const round = (length, accepted) => ({ draft: Array(length).fill({}), accepted, emitted: accepted + 1 });
+          rounds(root, { rounds: Array.from({ length: 150 }, (_, i) => round(48, i % 49)) });
+          found.rects = boxes('rect');
+          found.scroll = [root.scrollWidth, root.clientWidth, root.scrollLeft + root.clientWidth];
+          return found;
+        }"""
+    )
+    for name, boxes in found.items():
+        if name.startswith(("shares", "places")):
+            assert boxes and all(a[1] <= b[0] for a, b in itertools.pairwise(boxes)), name
+    rects = found["rects"]
+    assert all(box[1] - box[0] >= 3 and box[3] - box[2] >= 0.8 for box in rects)
+    assert len(rects) < 150 * 4  # a bar for each kind, not for each token
+    wide, seen, end = found["scroll"]
+    assert wide >= 600 > seen and abs(end - wide) <= 1  # the last round is in sight
+
+
+def test_the_page_waits_for_the_model_and_goes_on_by_itself(open_page: Any, llm: LLM) -> None:
+    loaded = threading.Event()
+
+    def load() -> LLM:
+        loaded.wait(60)
+        return llm
+
+    app = create_app(load, Settings(port=0))
+    server, listening = make_server(app, Settings(port=0)), listen(Settings(port=0))
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
+    thread.start()
+    try:
+        view = open_page(f"http://127.0.0.1:{listening.getsockname()[1]}", expected="503")
+        view.locator("#status", has_text="Waiting: the model is being loaded.").wait_for()
+        loaded.set()
+        view.locator("#status", has_text="Ready.").wait_for()
+        ran(view, 4)
+        view.close()
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def test_a_server_that_ends_leaves_the_texts_and_one_line(open_page: Any) -> None:
+    command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--no-access-log"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = next(found[1] for line in server.stderr if (found := re.search(r" at (http://\S+) ", line)))
+        view = open_page(url, expected="ERR_")
+        fill(view, prompt="def f():\n", max_tokens=480)
+        view.keyboard.press("Control+Enter")
+        view.wait_for_selector("#text-left .t", state="attached")
+        server.kill()
+        view.wait_for_selector("#error:visible")
+        assert view.inner_text("#error").startswith("The server is gone.")
+        assert view.locator("#text-left .t").count() > 0 and view.is_enabled("#run")
 
 
 def test_details_come_by_pointer_and_by_keys(open_page: Any, served: Served) -> None:

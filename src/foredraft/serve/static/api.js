@@ -27,19 +27,32 @@ export async function capabilities(key) {
   return (await call("v1/capabilities", { headers: headers(key) })).json();
 }
 
-// Yield the chunks of a request, which is a chat if it has messages.
-export async function* stream(request, key, signal) {
+// Yield the chunks of a request, which is a chat if it has messages; traced: with the origins of its tokens.
+export async function* stream(request, key, signal, traced = true) {
   const path = request.messages ? "v1/chat/completions" : "v1/completions";
   const response = await call(path, {
     method: "POST", signal,
     headers: { "Content-Type": "application/json", ...headers(key) },
-    body: JSON.stringify({ ...request, stream: true, provenance: true }),
+    body: JSON.stringify({ ...request, stream: true, provenance: traced }),
   });
-  for await (const data of events(response.body)) {
+  const reader = events(response.body);
+  for (;;) {
+    const { value: data, done } = await reader.next().catch((error) => {
+      throw error.name === "AbortError" ? error : gone();
+    });
+    if (done) throw gone();
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(500, chunk.error.message);
     yield chunk;
   }
-  throw new ApiError(0, "The stream broke off.");
+}
+
+const gone = () => new ApiError(0, "The server is gone. What it had written stays here.");
+
+// Return the tokens per second of a request, by the server's own clock.
+export async function rate(request, key, signal) {
+  let found = 0;
+  for await (const chunk of stream(request, key, signal, false)) found = chunk.metrics?.tokens_per_second ?? found;
+  return found;
 }

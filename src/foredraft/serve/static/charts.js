@@ -2,6 +2,8 @@
 import { draw } from "./dom.js";
 import { wholeDraft } from "./rounds.js";
 
+const NARROWEST = 4;  // pixels of a token or a round
+
 function canvas(root, label) {
   const [width, height] = [Math.max(120, root.clientWidth), Math.max(80, root.clientHeight)];
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
@@ -37,10 +39,9 @@ export function positions(root, run) {
     const [left, wide] = [j * step + step * 0.15, step * 0.7];
     svg.append(draw("rect", { class: "track", x: left, y: 16, width: wide, height: room, rx: 3 }),
       draw("rect", { class: "accepted", x: left, y: 16 + room * (1 - share), width: wide, height: room * share, rx: 3 }));
-    if (step > 22) {
-      svg.append(draw("text", { class: "value", x: left + wide / 2, y: 11, "text-anchor": "middle" }, `${Math.round(100 * share)}%`),
-        draw("text", { x: left + wide / 2, y: height - 4, "text-anchor": "middle" }, j + 1));
-    }
+    const label = (text, y, kind) => svg.append(draw("text", { class: kind, x: left + wide / 2, y, "text-anchor": "middle" }, text));
+    if (j % Math.ceil(36 / step) === 0) label(`${Math.round(100 * share)}%`, 11, "value");  // so wide are four characters
+    if (j % Math.ceil(20 / step) === 0) label(j + 1, height - 4, "");
   });
   if (!shares.length) svg.append(draw("text", { x: 0, y: height / 2 }, "Nothing was drafted."));
 }
@@ -49,18 +50,27 @@ export function positions(root, run) {
 export function rounds(root, run) {
   const drafts = run.rounds.map((round) => round.draft.length);
   const total = drafts.reduce((sum, length) => sum + length, 0);
-  const [svg, width, height] = canvas(root, `Draft length by round. ${drafts.length} rounds, ${total} drafted tokens`);
+  const near = root.scrollWidth - root.scrollLeft - root.clientWidth < 40;
+  const [svg, room, height] = canvas(root, `Draft length by round. ${drafts.length} rounds, ${total} drafted tokens`);
+  const column = Math.max(NARROWEST, Math.min(14, room / Math.max(1, drafts.length)));
+  const width = Math.max(room, column * drafts.length);
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.style.width = `${width}px`;  // wider than the card: it scrolls
   const pattern = draw("pattern", { id: "hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
   pattern.append(draw("line", { class: "hatch", x1: 0, y1: 0, x2: 0, y2: 4 }));
   const defs = draw("defs");
   defs.append(pattern);
   svg.append(defs);
-  const column = Math.min(14, width / Math.max(1, drafts.length));
   const unit = Math.min(14, height / Math.max(2, ...drafts.map((length) => length + 1)));
   run.rounds.forEach((round, i) => {
-    const kinds = round.draft.map((_, j) => j < round.accepted ? "accepted" : "rejected");
-    kinds.splice(round.accepted, 0, wholeDraft(round) ? "own bonus" : "own");
-    kinds.forEach((kind, j) => svg.append(draw("rect", {
-      class: kind, x: i * column, y: height - (j + 1) * unit, width: column * 0.82, height: unit * 0.86, rx: 1 })));
+    const lost = round.draft.length - round.accepted;
+    const parts = [["accepted", round.accepted], [wholeDraft(round) ? "own bonus" : "own", 1], ["rejected", lost]];
+    let base = height;
+    const bar = (kind, tall) => svg.append(draw("rect", { class: kind, x: i * column, y: base -= tall, width: column * 0.82, height: tall * 0.86, rx: 1 }));
+    for (const [kind, count] of parts) {
+      if (unit >= NARROWEST) for (let j = 0; j < count; j++) bar(kind, unit);
+      else if (count) bar(kind, Math.max(1, count * unit));  // a token by itself would be a line
+    }
   });
+  if (near) root.scrollLeft = root.scrollWidth;
 }

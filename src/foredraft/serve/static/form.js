@@ -15,7 +15,8 @@ export class Form {
   // Fit the controls to the model.
   adapt(capabilities) {
     // The page has no prediction to give.
-    const names = ["none", ...Object.keys(capabilities.drafters).filter((name) => name !== "prediction")];
+    const own = Object.keys(capabilities.drafters).filter((name) => name !== "prediction");
+    const names = [...new Set(["none", capabilities.default_drafter ?? "none", ...own])];  // the default may be "auto"
     for (const side of ["left", "right"]) {
       byId(`drafter-${side}`).replaceChildren(...names.map((name) => {
         const lossy = capabilities.drafters[name]?.lossless === false;

@@ -1,15 +1,19 @@
 // The page: one form, two runs of the same request and seed, and what they show.
-import { ApiError, capabilities, stream } from "./api.js";
+import { ApiError, capabilities, rate, stream } from "./api.js";
 import * as charts from "./charts.js";
 import { Detail } from "./detail.js";
 import { byId, make } from "./dom.js";
 import { Form } from "./form.js";
 import { ORIGINS } from "./origins.js";
 import { Run, difference } from "./run.js";
+import { Ratios } from "./ratios.js";
 import { TokensView } from "./tokens.js";
 
 const SIDES = ["left", "right"];
 const RETRY_MS = 1000;  // between two looks whether the model is loaded
+const TURNS = 5;        // of both sides that count
+const SECONDS = 2;      // that one of them takes at most, and at least so many tokens
+const LEAST = 16;
 const detail = new Detail();
 const form = new Form();
 const views = SIDES.map((side) => new TokensView(byId(`text-${side}`), detail));
@@ -17,6 +21,7 @@ let model = null;
 let runs = [];
 let aborter = null;   // of the runs in progress
 let shared = false;   // the runs shared the machine
+let ratios = null;    // of the runs that count, in turns
 let drawing = 0;
 
 const say = (text) => { byId("status").textContent = text; };
@@ -41,8 +46,8 @@ async function begin() {
     byId("run").disabled = false;
     say(found.default_drafter || Object.keys(found.drafters).length ? "Ready." : "Ready. The server was started without a drafter.");
   } catch (error) {
-    if (error.status === 503) {
-      say(`Waiting: ${error.message}.`);
+    if (error.status === 503 || error.status === 0) {
+      say(`Waiting: ${error.message.replace(/\.$/, "")}.`);
       setTimeout(begin, RETRY_MS);
     } else {
       say("");
@@ -52,6 +57,12 @@ async function begin() {
 }
 
 const name = (run) => run.drafter === "none" ? "plain" : run.drafter;
+
+// "auto by lookup and layer-skip": which drafters a choice of the server's came to.
+function named(run) {
+  const used = Object.keys(run.metrics?.speculative_decoding?.drafters ?? {}).filter((each) => each !== run.drafter);
+  return name(run) + (used.length ? ` by ${used.join(" and ")}` : "");
+}
 
 function showFigures() {
   const rates = runs.map((run) => run.rate);
@@ -65,8 +76,10 @@ function showFigures() {
     row.append(make("dt", "", name(run)), meter, make("dd", "", rates[i] ? `${rates[i].toFixed(1)} tokens/s` : "–"));
     return row;
   }));
-  byId("speedup").textContent = rates[0] && rates[1] ? `${(rates[1] / rates[0]).toFixed(2)}×` : "–";
-  byId("speedup-note").textContent = shared ? "speed-up, while both shared the machine" : "speed-up, right against left, traced";
+  SIDES.forEach((side, i) => { byId(`title-${side}`).textContent = runs[i].last ? named(runs[i]) : name(runs[i]); });
+  const once = rates[0] && rates[1] ? `${(rates[1] / rates[0]).toFixed(2)}×` : "–";
+  byId("speedup").textContent = shared ? once : ratios.figure;
+  byId("speedup-note").textContent = shared ? "speed-up, while both shared the machine" : ratios.note;
 }
 
 function showVerdict() {
@@ -111,14 +124,29 @@ async function follow(index, request, signal) {
   }
 }
 
+// Run both sides in turns, short, untraced, and after a run of each that warmed the server up.
+async function measure(request, signal) {
+  const slower = Math.min(...runs.map((run) => run.rate));
+  const tokens = Math.min(request.max_tokens ?? Infinity, Math.max(LEAST, Math.ceil(SECONDS * slower)));
+  for (let turn = 0; turn < TURNS; turn++) {
+    say(`Both run in turns, ${turn + 1} of ${TURNS}, to measure the speed-up…`);
+    const rates = [];
+    for (const i of turn % 2 ? [1, 0] : [0, 1]) {
+      rates[i] = await rate({ ...request, max_tokens: tokens, drafter: runs[i].drafter }, form.key, signal);
+    }
+    ratios.add(rates[1] / rates[0]);
+    showSoon();
+  }
+}
+
 async function start() {
   if (aborter || byId("run").disabled) return;
   aborter = new AbortController();
   const { signal } = aborter;
   shared = form.together;
+  ratios = new Ratios();
   runs = form.drafters.map((drafter) => new Run(drafter, performance.now()));
   views.forEach((view, i) => view.begin(runs[i]));
-  SIDES.forEach((side, i) => { byId(`title-${side}`).textContent = name(runs[i]); });
   detail.hide();
   showError(null);
   byId("hero").hidden = false;
@@ -135,9 +163,11 @@ async function start() {
         await follow(i, request, signal);
       }
     }
-    show();
-    say(`Done. Speed-up ${byId("speedup").textContent}; ${byId("verdict").textContent}`);
     form.answered(runs[1].text);
+    if (!shared && runs.every((run) => run.tokens.length > 1)) await measure(request, signal);
+    ratios.end();
+    show();
+    say(`Done. Speed-up: ${byId("speedup").textContent}; ${byId("verdict").textContent}`);
   } catch (error) {
     aborter.abort();  // the other side, too
     if (error.name === "AbortError") say("Stopped.");
@@ -147,6 +177,7 @@ async function start() {
     }
   } finally {
     aborter = null;
+    ratios.end();
     byId("run").disabled = false;
     byId("stop-button").disabled = true;
     showSoon();
