@@ -92,7 +92,7 @@ function showVerdict() {
   const drafting = other.metrics?.speculative_decoding;
   const tau = drafting?.mean_acceptance_length ? ` · ${drafting.mean_acceptance_length.toFixed(2)} tokens per round on the right` : "";
   if (!same) node.textContent = `The texts differ${at < 0 ? "" : ` from token ${at + 1} on`}.${why()}`;
-  else if (whole) node.textContent = `✓ Both texts are identical, all ${one.tokens.length} tokens${tau}`;
+  else if (whole) node.textContent = `✓ Both texts are identical, ${one.tokens.length === 1 ? "one token" : `all ${one.tokens.length} tokens`}${tau}`;
   else node.textContent = other.tokens.length ? "Identical so far." : "";
 }
 
