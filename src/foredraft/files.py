@@ -17,6 +17,7 @@ from pathlib import Path
 
 from foredraft.errors import ConfigError
 
+TEXT = "utf-8-sig"  # of files that people write: without the mark with which editors of Windows begin them
 TEMPORARY = ".new-"  # first characters of the names of temporary files
 PROBE = 64 << 10  # bytes that a check writes: a full disk may still take a few, within the folder's entry
 NO_FILE = "it is no file"  # why it is not read, in place of an error of the system

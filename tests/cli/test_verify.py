@@ -22,7 +22,8 @@ from foredraft import LLM, Output, demo
 from foredraft.bench.settings import DEFECTS
 from foredraft.cli import main
 from foredraft.cli.commands import app
-from foredraft.cli.words import STDIN, made_ready, read_prompts
+from foredraft.cli.prompts import read_prompts
+from foredraft.cli.words import STDIN, made_ready
 from tests.cli.conftest import ChatModel, Cli, document
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from foredraft.bench.contenders import ALL
 from foredraft.errors import ConfigError, Option, invalid_at
+from foredraft.files import TEXT
 from foredraft.model.config import parse_json
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def prompt_of(line: str, where: str) -> str:
 
 def _read(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=TEXT)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror})", remedy=("give another ", Option("workload"))

@@ -29,13 +29,13 @@ from foredraft.cli.options import (
     load_options,
     refuse_lossy,
 )
+from foredraft.cli.prompts import read_prompts
 from foredraft.cli.render import started
 from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
 from foredraft.cli.words import (
     as_flag,
     check_places,
     one_line,
-    read_prompts,
     table,
     with_weights,
     write_report,

@@ -33,6 +33,7 @@ from foredraft.cli.options import (
     load_options,
     request_options,
 )
+from foredraft.cli.prompts import read_prompt
 from foredraft.cli.render import Painter, ProgressBars, document, finish, last_line, notes
 from foredraft.cli.sections import NONE, Given
 from foredraft.cli.words import (
@@ -40,7 +41,6 @@ from foredraft.cli.words import (
     check_places,
     print_error,
     print_text,
-    read_prompt,
     write_document,
 )
 from foredraft.decode.params import SamplingParams

@@ -27,7 +27,7 @@ from foredraft.cli.options import REQUEST, request_options
 from foredraft.cli.render import Painter, ProgressBars, finish, last_line
 from foredraft.cli.words import as_flag, fitted, print_error, terminal_width
 from foredraft.errors import Option, RequestError, did_you_mean
-from foredraft.files import replacing
+from foredraft.files import TEXT, replacing
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, SamplingParams, Stats
@@ -232,7 +232,7 @@ class Conversation:
     def load(self, file: Path) -> int:
         """Take the messages of a file that `save` wrote, the system message included, instead of these."""
         try:
-            messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+            messages = json.loads(file.read_text(encoding=TEXT))["messages"]
             if not isinstance(messages, list) or not all(map(_is_message, messages)):
                 raise ValueError("no messages")
         except OSError as error:

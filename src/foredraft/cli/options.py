@@ -16,8 +16,8 @@ from cyclopts import Group, Parameter, Token
 
 from foredraft.arguments import declared
 from foredraft.bench.workload import PromptForm
+from foredraft.cli.prompts import read_text
 from foredraft.cli.sections import COMMON, Given, Repeatable, declared_in, derived, option, section
-from foredraft.cli.words import read_text
 from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.compatibility import asset_options, check_effects, default_drafter

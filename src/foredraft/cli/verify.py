@@ -28,9 +28,10 @@ from foredraft.cli.options import (
     load_options,
     refuse_lossy,
 )
+from foredraft.cli.prompts import read_prompts
 from foredraft.cli.render import started
 from foredraft.cli.sections import NONE, Given, declared_in, measured, option, section
-from foredraft.cli.words import check_places, print_error, read_prompts, table, with_weights, write_report
+from foredraft.cli.words import check_places, print_error, table, with_weights, write_report
 from foredraft.errors import ConfigError
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.verify import Divergence, Identity, VerifyReport, VerifySettings

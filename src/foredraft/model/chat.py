@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.errors import Option, RequestError, Text, did_you_mean, invalid_at
+from foredraft.files import TEXT
 from foredraft.model.config import broken, read_json
 
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
@@ -81,7 +82,7 @@ class ChatTemplate:
         if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS).is_file():
             tokens = config | read_json(folder / SPECIAL_TOKENS)
         try:
-            templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+            templates = {name: file.read_text(encoding=TEXT) for name, file in files.items()}
         except (OSError, UnicodeDecodeError) as error:
             raise broken(f"{folder} has a chat template that cannot be read ({error})") from error
         return cls(templates, _texts(tokens)) if templates else cls.from_config(config, file, tokens)

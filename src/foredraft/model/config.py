@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError, shortened
-from foredraft.files import NO_FILE, is_no_file
+from foredraft.files import NO_FILE, TEXT, is_no_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if is_no_file(path):
             raise OSError(NO_FILE)
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding=TEXT))
     except (OSError, ValueError) as error:
         raise broken(f"{path} is not readable JSON ({error})") from error
     if not isinstance(content, dict):

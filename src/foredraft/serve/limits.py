@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foredraft.errors import ConfigError
+from foredraft.files import TEXT
 from foredraft.llm.requests import Submission
 from foredraft.serve.logs import RequestRecord, current
 from foredraft.serve.metrics import Metrics
@@ -83,7 +84,7 @@ def _read(file: Path) -> list[str]:
         return ConfigError(problem, option="api_key_file", value=str(file), remedy=remedy)
 
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin with a mark
+        lines = file.read_text(encoding=TEXT).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise refused("which cannot be read", "give a text file in UTF-8") from error
     found = []

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, Option, RequestError, Text
-from foredraft.files import errors_named, is_no_file
+from foredraft.files import TEXT, errors_named, is_no_file
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.config import parse_json
 from foredraft.model.spec import ModelSpec
@@ -287,7 +287,7 @@ def _read(file: Path, option: str) -> Iterator[tuple[str | None, Any]]:
     with errors_named(file, option, "give a file", "which cannot be read"):
         content = file.read_bytes()
     try:
-        text = content.decode("utf-8-sig")  # a byte order mark is no text
+        text = content.decode(TEXT)
     except UnicodeDecodeError as error:
         raise no_text from error
     if not text.strip():
