@@ -375,3 +375,31 @@ def test_layouts_of_several_depths_are_several() -> None:
         spec = ModelSpec.from_hf(FAMILIES["opt"][2] | own | {"num_hidden_layers": layers})
         name = spec.naming.stored_name("model.norm.weight")
         assert name == f"model.decoder.layers.{layers - 1}.final_layer_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "token", "ends"),
+    [
+        ({}, {}, "<end>", (5,)),
+        ({}, None, {"content": "<end>"}, (5,)),
+        ({"eos_token_id": None}, None, "<end>", (5,)),
+        ({"eos_token_id": 3}, None, "<end>", (3,)),
+        ({"eos_token_id": -1}, None, "<end>", ()),
+        ({}, {"eos_token_id": 4}, "<end>", (4,)),
+        ({}, None, "<other>", (2,)),  # the default of the class
+        ({}, None, None, (2,)),
+        ({}, {}, "<far>", ()),  # beyond the vocabulary
+    ],
+)
+def test_the_tokenizer_names_the_end_where_no_config_does(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, token: Any, ends: tuple[int, ...]
+) -> None:  # fmt: skip
+    added = [{"id": 5, "content": "<end>"}, {"id": 10**6, "content": "<far>"}]
+    files = {
+        "config.json": without(LLAMA_CONFIG, "eos_token_id") | config, "tokenizer.json": {"added_tokens": added},
+        "tokenizer_config.json": {"eos_token": token}, "generation_config.json": generation,
+    }  # fmt: skip
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert ModelSpec.from_folder(tmp_path).eos_token_ids == ends

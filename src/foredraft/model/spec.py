@@ -12,7 +12,7 @@ a plan: a draft of Draft & Verify (arXiv:2309.08168) leaves some sub-layers out,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from foredraft.model.wrappers import text_part_of, with_tie
 POSITIONS = "max_position_embeddings"
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}  # field -> key
 SIZES |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
-CONFIG = "config.json"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
 EMBEDDING_COPIES, HEAD_COPIES = "embedding_copies_head", "head_copies_embedding"
@@ -239,15 +239,19 @@ class ModelSpec:
             raise CheckpointError(problem, remedy="give the folder of a Hugging Face checkpoint")
         generation = folder / GENERATION
         config = with_tie(read_json(folder / CONFIG), folder)
-        return cls.from_hf(config, read_json(generation) if generation.is_file() else None)
+        made = read_json(generation) if generation.is_file() else None
+        return cls.from_hf(config, made, lambda: _tokenizers_end(folder))
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        tokenizers_end: Callable[[], int | None] = lambda: None,
     ) -> ModelSpec:
         part = text_part_of(config)
         if part is not None:
-            spec = cls.from_hf(part.config, generation_config)
+            spec = cls.from_hf(part.config, generation_config, tokenizers_end)
             return replace(
                 spec,
                 wrapper=part.architecture,
@@ -270,7 +274,7 @@ class ModelSpec:
         elif rope.kind in ("dynamic", "yarn"):
             positions = max(trained, int(min(rope.factor * rope.original_positions, MAX_POSITIONS)))
         copies = read.flag(EMBEDDING_COPIES, default=False)
-        ends, begin = _end_ids(read, generation_config, family)
+        ends, begin = _end_ids(read, generation_config, family, tokenizers_end)
         spec = cls(
             architecture=architecture,
             max_positions=min(positions, fields.pop("longest", None) or positions),
@@ -330,17 +334,24 @@ def _dtype(read: ConfigReader) -> str:
 
 
 def _end_ids(
-    read: ConfigReader, generation: Mapping[str, Any] | None, family: Family
+    read: ConfigReader,
+    generation: Mapping[str, Any] | None,
+    family: Family,
+    tokenizers_end: Callable[[], int | None],
 ) -> tuple[tuple[int, ...], int | None]:
     """Return every end-of-text id, and the beginning-of-text id: those of config.json count first.
 
-    generation_config.json adds further ends, and a beginning where config.json names none.
+    generation_config.json adds further ends, and a beginning where config.json names none. Where neither
+    names an end, the tokenizer's counts before the default of the class.
     """
     eos, bos = (
         read.take(key, default if generation is None else None)
         for key, default in (("eos_token_id", family.eos), ("bos_token_id", family.bos))
     )
     added = generation or {}
+    if all(each.get("eos_token_id") is None for each in (read.config, added)):
+        end = _ids(read, "eos_token_id", tokenizers_end(), file=TOKENIZER_CONFIG)
+        eos = end[0] if end else eos
     ends = [
         *_ids(read, "eos_token_id", eos, family.eos),
         *_ids(read, "eos_token_id", added.get("eos_token_id"), file=GENERATION),
@@ -349,6 +360,19 @@ def _end_ids(
     if "bos_token_id" not in read.config:
         begins = begins or _ids(read, "bos_token_id", added.get("bos_token_id"), file=GENERATION)
     return tuple(dict.fromkeys(ends)), next(iter(begins), None)
+
+
+def _tokenizers_end(folder: Path) -> int | None:
+    """Return the id of the end-of-text token that tokenizer_config.json names; None where it names none."""
+    files = [folder / TOKENIZER_CONFIG, folder / TOKENIZER]
+    config, tokenizer = (read_json(file) if file.is_file() else {} for file in files)
+    named = config.get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    for token in tokenizer.get("added_tokens") or ():
+        if isinstance(token, dict) and isinstance(text, str) and token.get("content") == text:
+            id = token.get("id")
+            return id if isinstance(id, int) else None
+    return None
 
 
 def _ids(
