@@ -177,7 +177,7 @@ CHECKPOINTS: dict[str, tuple[Checkpoint, ...]] = {
         _sized("mistralai/Ministral-8B-Instruct-2410", 8.02, 36, 4096, 12288, 32, 8, 131_072, head_dim=128),
     ),
     "Ministral3ForCausalLM": (
-        _sized("mistralai/Ministral-3-8B-Instruct-2512 (text)", 8.5, 34, 4096, 14336, 32, 8, 131_072,
+        _sized("mistralai/Ministral-3-8B-Instruct-2512-BF16 (text)", 8.5, 34, 4096, 14336, 32, 8, 131_072,
                head_dim=128),
     ),
     "SeedOssForCausalLM": (

@@ -403,3 +403,39 @@ def test_the_tokenizer_names_the_end_where_no_config_does(
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
     assert ModelSpec.from_folder(tmp_path).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("code", "loads"),
+    [
+        ({"AutoTokenizer": ["tokenization_x.X", None]}, True),
+        ({"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}, True),
+        ({"AutoModelForCausalLM": "owner/name--modeling_llama.LlamaForCausalLM", "AutoTokenizer": "x.Y"}, True),
+        ({"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}, False),
+        ({"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling.Mine"}, False),
+        ({"AutoModelForCausalLM": None}, False),
+        ("modeling_llama.LlamaForCausalLM", False),
+    ],
+)  # fmt: skip
+def test_code_of_the_reference_s_own_classes_is_the_reference_s(code: Any, loads: bool) -> None:
+    config = LLAMA_CONFIG | {"auto_map": code}
+    if loads:
+        assert ModelSpec.from_hf(config).architecture == "LlamaForCausalLM"
+    else:
+        with pytest.raises(CheckpointError, match="auto_map"):
+            ModelSpec.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, "ModelOpt quantised by 'FP8'"),
+        ({"config.json": {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}}, "MLX packs weights"),
+    ],
+)  # fmt: skip
+def test_weights_of_other_programs_are_named(tmp_path: Path, files: dict[str, Any], says: str) -> None:
+    for name, content in ({"config.json": {}} | files).items():
+        own = LLAMA_CONFIG | content if name == "config.json" else content
+        (tmp_path / name).write_text(json.dumps(own))
+    with pytest.raises(CheckpointError, match=says):
+        ModelSpec.from_folder(tmp_path)

@@ -40,13 +40,37 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("new_wrapper", {"text_config": {"num_experts": 8}}, MOE),
     ("new_seq2seq", {"is_encoder_decoder": True}, "an encoder-decoder"),
 ]
+ATTENTION = {"layer_types": ["attention"] * 4, "mamba_d_state": 256, "num_local_experts": 0}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "instead"),
+    [
+        ("llama4_text", {"num_local_experts": 0, "hidden_size": 2048}, "Qwen/Qwen3-4B"),  # MobileLLM-R1
+        ("granitemoehybrid", {**ATTENTION, "hidden_size": 1024}, "Qwen/Qwen3-0.6B"),  # Granite 4 micro
+        ("newdense", {"hidden_size": 4096}, "Qwen/Qwen3-8B"),
+        ("newdense", {"hidden_size": 5120}, "Qwen/Qwen3-14B"),
+        ("newdense", {"hidden_size": 8192}, "Qwen/Qwen3-32B"),
+        ("newdense", {}, "Qwen/Qwen3-4B"),
+    ],
+)
+def test_a_dense_model_is_not_called_a_mixture_and_gets_one_of_its_size(
+    model_type: str, keys: dict[str, Any], instead: str
+) -> None:
+    message = refused({"model_type": model_type, **keys})
+    assert "it is" not in message and f"such as {instead}; supported are " in message
+
+
+def test_layers_that_are_recurrent_decide_where_they_are_listed() -> None:
+    assert kind_of(ATTENTION) is None
+    assert kind_of({**ATTENTION, "layer_types": ["attention", "mamba"]}) == "hybrid"
 
 
 def refused(config: dict[str, Any]) -> str:
     with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf(config)
     message = str(caught.value)
-    assert "\n" not in message and len(message) < 440
+    assert "\n" not in message and len(message) < 520
     return message
 
 
@@ -102,7 +126,7 @@ def test_a_gguf_file_is_refused_with_what_it_is(
     problem, remedy = refusal_of_gguf(architecture, metadata, IN_GGUF)
     assert f"has the architecture '{architecture}', which is not supported" in problem
     assert f"it is {what}" in problem if what else "it is" not in problem
-    assert PAGE in remedy and ("such as" in remedy) == bool(what)
+    assert PAGE in remedy and "such as " in remedy and ("supported are" in remedy) == (what is None)
     assert ("Did you mean 'llama'" in remedy) == (architecture == "lama")
 
 

@@ -25,7 +25,7 @@ from foredraft.model.families import FAMILIES
 from foredraft.model.families.shared import Family
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import read_quantisation
-from foredraft.model.quantisation.scheme import Quantisation
+from foredraft.model.quantisation.scheme import KEYS, Quantisation
 from foredraft.model.rope import MAX_POSITIONS, Rope
 from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
 from foredraft.model.unsupported import HARMLESS, check_unread, refusal
@@ -34,6 +34,7 @@ from foredraft.model.wrappers import text_part_of, with_tie
 POSITIONS = "max_position_embeddings"
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}  # field -> key
 SIZES |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+MODELOPT = "hf_quant_config.json"  # beside a config.json that says nothing of it
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA's folder
 # Keys that `foredraft quantise` writes, and wrote before it coded embeddings; other programs ignore them.
@@ -239,6 +240,12 @@ class ModelSpec:
             raise CheckpointError(problem, remedy="give the folder of a Hugging Face checkpoint")
         generation = folder / GENERATION
         config = with_tie(read_json(folder / CONFIG), folder)
+        if (folder / MODELOPT).is_file() and not any(key in config for key in KEYS):
+            told = read_json(folder / MODELOPT).get("quantization")
+            algorithm = shortened(told.get("quant_algo") if isinstance(told, dict) else None)
+            problem = f"{folder / MODELOPT}: weights that ModelOpt quantised by {algorithm} are not supported"
+            remedy = ("give the 16-bit model that it was made from, with ", Option("weights", "int8"))
+            raise CheckpointError(problem, remedy=remedy)
         made = read_json(generation) if generation.is_file() else None
         return cls.from_hf(config, made, lambda: _tokenizers_end(folder))
 

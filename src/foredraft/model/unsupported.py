@@ -38,6 +38,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # values, besides null, that switch 
     "per_layer_config": ({},),
     "use_bidirectional_attention": (False,),
 }
+CODE = "auto_map"
+WITHOUT_NUMBERS = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
 Meanings = Mapping[str, tuple[tuple[object, ...], str]]
 # Keys that another implementation reads -> the values without effect, besides null, and what it does.
 #   exllamav2: https://github.com/turboderp-org/exllamav2/blob/master/exllamav2/config.py
@@ -46,7 +48,7 @@ Meanings = Mapping[str, tuple[tuple[object, ...], str]]
 #   vLLM: https://github.com/vllm-project/vllm/tree/main/vllm/model_executor
 ELSEWHERE: Meanings = {
     "attn_logit_softcapping": ((), "exllamav2 caps attention scores"),
-    "auto_map": (({},), "the checkpoint has modelling code of its own"),
+    CODE: (({},), "the checkpoint has modelling code of its own"),
     "dual_chunk_attention_config": ((), "vLLM attends in chunks"),
     "embedding_multiplier": ((1.0,), "exllamav2 scales embeddings"),
     "final_logit_softcapping": ((), "exllamav2 caps logits"),
@@ -80,11 +82,24 @@ def check_unread(
         neutral, meaning = elsewhere.get(key, (NEUTRAL.get(key, ()), "ignoring it could change the output"))
         if key not in elsewhere and key not in reference:
             ignored[read.named(key)] = value
-        elif value not in neutral:
+        elif value not in neutral and not (key == CODE and _is_reference(value, read.config)):
             problem = f"{read.where}: {key} = {shortened(value)} is not supported: {meaning}"
             remedy = "use a checkpoint without it, or remove the key if the model was made without it"
             raise CheckpointError(problem, remedy=remedy)
     return ignored
+
+
+def _is_reference(code: object, config: Mapping[str, Any]) -> bool:
+    """Return whether all classes of a model in its `auto_map` are named as the reference's own.
+
+    Those are what `transformers` runs unless it is told to trust the checkpoint's code.
+    """
+    names = config.get("architectures")
+    own = names[0].removesuffix("ForCausalLM") if isinstance(names, list) and names else None
+    if not isinstance(code, dict) or not isinstance(own, str) or not own:
+        return False
+    classes = [place for kind, place in code.items() if kind not in WITHOUT_NUMBERS]
+    return all(isinstance(place, str) and place.rpartition(".")[2].startswith(own) for place in classes)
 
 
 PAGE = "docs/models.md lists the models that are supported"
@@ -180,8 +195,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     layers = config.get("layer_types")
     kinds = [kind for kind in layers if isinstance(kind, str)] if isinstance(layers, list) else []
     experts = any(_counts(config.get(key)) for key in EXPERTS)
-    recurrent = any(config.get(key) for key in RECURRENT)
-    recurrent = recurrent or any(kind.startswith(RECURRENT_LAYERS) for kind in kinds)
+    recurrent = any(kind.startswith(RECURRENT_LAYERS) for kind in kinds)
+    recurrent = recurrent or (not kinds and any(config.get(key) for key in RECURRENT))
     if config.get("is_encoder_decoder") is True:
         return "encoder-decoder"
     if recurrent:
@@ -224,9 +239,20 @@ def refusal_of_gguf(
 
 
 def _known(name: object, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    if isinstance(name, str) and name in KNOWN:
-        return KNOWN[name]
-    return kind_of(config), MEDIUM
+    kind, instead = KNOWN.get(name, (None, None)) if isinstance(name, str) else (None, None)
+    counts = [config[key] for key in EXPERTS if key in config]
+    if kind is None or ("experts" in KINDS[kind] and counts and not any(map(_counts, counts))):
+        kind, instead = kind_of(config), None  # the values decide where they say that there are no experts
+    return kind, instead or _of_size(config)
+
+
+def _of_size(config: Mapping[str, Any]) -> str:
+    """Return a supported model of about the size of a config's."""
+    size = config.get("hidden_size", config.get("embedding_length"))
+    sizes = {1536: SMALL, 3072: MEDIUM, 4608: EIGHT, 6144: LARGE}
+    if not isinstance(size, int):
+        return MEDIUM
+    return next((name for most, name in sizes.items() if size <= most), LARGEST)
 
 
 def _refused(
@@ -235,6 +261,7 @@ def _refused(
     """Return a problem, with what the model is, and the remedy."""
     if kind is None:
         listed = ", ".join(sorted(supported))
-        return problem, f"supported are {listed}; {PAGE}{did_you_mean(name, supported)}"
+        remedy = f"give a model of its size that is supported, such as {instead}; supported are {listed}"
+        return problem, f"{remedy}; {PAGE}{did_you_mean(name, supported)}"
     remedy = f"give a dense model of its size that is supported, such as {instead}; {PAGE}"
     return f"{problem}: it is {KINDS[kind]}", remedy

@@ -55,6 +55,11 @@ def read_quantisation(read: ConfigReader, naming: Naming = AS_STORED) -> Quantis
         kind = shortened(config.take("bnb_4bit_quant_type", "fp4"))
         problem = f"{where}: quant_method 'bitsandbytes' with bnb_4bit_quant_type {kind} is not supported"
         raise CheckpointError(problem, remedy=(original, Option("weights", "int4")))
+    if method is None and {"group_size", "bits"} <= section.keys():
+        raise CheckpointError(
+            f"{where}: MLX packs weights in a format of its own, which is not supported",
+            remedy=("give the 16-bit model that it was made from, with ", Option("weights", "int4")),
+        )
     known = methods()
     if not isinstance(method, str) or method not in known:
         raise config.error("quant_method", f"supported are {', '.join(known)}")
