@@ -200,12 +200,17 @@ def test_greedy_ids_in_batches_and_alone(
             assert_same(llm, [one], [plain[index]], [prompts[index]], greedy)
 
 
+def siblings_of(policies: list[Policy]) -> list[Policy]:
+    """Return a policy with siblings, or else the last one."""
+    return [next((each for each in policies if getattr(each, "siblings", 0)), policies[-1])]
+
+
 @pytest.mark.heavy
 def test_a_seed_gives_the_text_of_plain_decoding(
     llm: LLM, kinds: list[str], way: str, request: pytest.FixtureRequest
 ) -> None:
     """Under all kinds of sampling, in batches of all kinds of drafters; choices of a seed differ."""
-    prompts, llm.loaded.engine.policy = request.module.PROMPTS, request.module.POLICIES[0]
+    prompts = request.module.PROMPTS
     params = [
         SamplingParams(seed=at, max_new_tokens=20, ignore_eos=True, **SAMPLING[at % len(SAMPLING)])
         for at in range(len(prompts))
@@ -214,7 +219,8 @@ def test_a_seed_gives_the_text_of_plain_decoding(
     plain = [ids for prompt, own in pairs for ids in plain_ids(llm, [prompt], own)]
     drafters, accepted = [name for name in kinds if name != "none"], 0
     with computed(way, llm):
-        for shift in range(2):
+        for shift, policy in enumerate((request.module.POLICIES[0], *siblings_of(request.module.POLICIES))):
+            llm.loaded.engine.policy = policy
             outputs = assert_same(llm, in_turn(drafters, shift, len(prompts)), plain, prompts, params)
             accepted += accepted_of(outputs)[0]
     assert accepted > 10

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -96,7 +97,7 @@ def models(device: str, folder: Path) -> Iterator[Models]:
         llm.close()
 
 
-def texts(llm: LLM, params: SamplingParams, prompts: list[str]) -> list[Any]:
+def texts(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: list[str]) -> list[Any]:
     outputs = llm.generate(prompts, params)
     assert not [o.error for o in outputs if o.error], outputs
     return [(o.token_ids, o.finish_reason, *map(_rounded, (o.logprobs, o.prompt_logprobs))) for o in outputs]
@@ -106,7 +107,7 @@ def _rounded(scores: Any) -> Any:
     return scores and [score and (score.token_id, round(score.logprob, 3)) for score in scores]
 
 
-def check(models: tuple[LLM, LLM], params: SamplingParams, waits: int) -> None:
+def check(models: tuple[LLM, LLM], params: SamplingParams | list[SamplingParams], waits: int) -> None:
     """Compare texts, and count the waits of rounds in which no graph was captured."""
     host, device = models
     want, replays = texts(host, params, PROMPTS), Graph.replays
@@ -151,6 +152,13 @@ def test_texts_and_waits(models: Models, loaded: str, name: str) -> None:
             continue
         if (loaded, drafter, name) not in SHORT:
             check_option(models, loaded, drafter, name)
+
+
+@pytest.mark.parametrize("name", ["greedy", "cuts", "coupled", "block"])
+def test_rows_of_several_drafters_wait_once(models: Models, name: str) -> None:
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True, **OPTIONS[name])
+    drafters = ("draft-model", "lookup", "none")
+    check(models("draft model"), [replace(params, drafter=each) for each in drafters], 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

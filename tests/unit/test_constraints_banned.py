@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from foredraft.constraints.phrases import LAST, is_word, word_characters
+from foredraft.constraints.banned import BanList
+from foredraft.constraints.combined import Phase, ThinkingPlace, ThinkingTokens
+from foredraft.constraints.phrases import (
+    LAST,
+    PhraseAutomaton,
+    PhraseState,
+    Symbols,
+    is_word,
+    word_characters,
+)
+from foredraft.constraints.token_masks import TokenTable
 from tests.support.bans import Ban
 
 DASH = (b"\xe2", b"\x80", b"\x93")  # U+2013, a boundary; E2 B0 80 is a letter, E2 93 B0 a number
@@ -203,3 +216,20 @@ def test_a_rollback_that_bars_all_text_leaves_the_ends_alone() -> None:
 
 def test_characters_of_words_are_those_that_are_it_one_by_one() -> None:
     assert word_characters().tolist() == [is_word(chr(code)) for code in range(LAST)]
+
+
+def test_a_list_that_goes_is_freed_at_once() -> None:
+    """With its masks, some 100 MB for many phrases, and not when Python's collector comes."""
+    table = TokenTable([b"a", b"b", b"\xe2", b"\x98", b""], frozenset({4}))
+    banned = BanList(PhraseAutomaton(("ab",), Symbols(ignore_case=False, whole_words=False)), table)
+    state = banned.read(PhraseState(0), 0, False).state
+    banned.masks.allowed(state)
+    tokens = ThinkingTokens(table.texts, "<a>", "</a>", {4})
+    tokens.mask(ThinkingPlace(Phase.OPENING))
+    seen = [weakref.ref(each) for each in (banned, banned.masks, tokens)]
+    gc.disable()
+    try:
+        del banned, tokens
+        assert [each() for each in seen] == [None] * 3
+    finally:
+        gc.enable()

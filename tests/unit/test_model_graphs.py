@@ -228,6 +228,19 @@ class Forgetful(Rerun):
         return CapturedGraph(lambda: None, body())
 
 
+def test_a_tensor_that_was_looked_at_is_not_kept() -> None:
+    """A circle of references would keep the logits of thousands of rounds until Python's collector comes."""
+    gc.disable()
+    try:
+        logits = torch.ones(2)
+        graphs.flattened({"a": [logits, 1]})
+        seen = weakref.ref(logits)
+        del logits
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_each_cache_has_its_own_graphs_which_go_with_it(runners: Runners) -> None:
     pair = Pair(runners, Forgetful())
     graphs = pair.captured.backend.graphs

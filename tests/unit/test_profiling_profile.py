@@ -24,6 +24,7 @@ from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.heads.layers import TimedPass
 from foredraft.model.runner import DraftInputs, Forward
 from foredraft.profiling import host, profile, timing
 from foredraft.profiling.profile import Samples, agreed, load_profile, measure_profile
@@ -178,6 +179,16 @@ def test_a_profile_holds_passes_host_work_drafts_and_reads(machine: Machine) -> 
             assert table.drafts["small"][batch] == pytest.approx((0.4, 0.3))
             assert table.drafts["free"][batch] == (0.0, 0.0)
         assert table.reads == pytest.approx({"small": 0.01})
+
+
+def test_costs_of_other_heads_are_kept_apart(machine: Machine) -> None:
+    """Their draft passes run on the target's runner, which says nothing of the head."""
+    engine, keys = engine_of(machine), []
+    for name in ("a head of 1 layer", "a head of 4 layers"):
+        step = TimedPass(engine.target, name=name, step=lambda *_: torch.zeros(1, 8))  # type: ignore[arg-type]
+        engine.drafters["small"].draft_pass = step
+        keys.append(profile._key(engine, LONGEST))
+    assert keys[0] != keys[1]
 
 
 def test_a_profile_holds_what_siblings_cost_the_host(machine: Machine) -> None:

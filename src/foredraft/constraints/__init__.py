@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from foredraft.constraints.shared_cache import caching
 from foredraft.decode.constraint import SIMPLER, Constraint, Guarded
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.thinking import ThinkingMarkers
@@ -50,7 +51,7 @@ class ConstraintFactory:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._making = threading.Lock()  # cached properties have none since Python 3.12
-        self._thinking_tokens = lru_cache(4)(self._make_thinking_tokens)
+        self._thinking_tokens = caching(self._make_thinking_tokens, 4)
 
     @cached_property
     def _codec(self) -> ByteCodec:

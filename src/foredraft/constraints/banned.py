@@ -9,14 +9,14 @@ text, and drawing goes on with new noise. Both look at text, so no tokenisation 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, PhraseState, Symbols
-from foredraft.constraints.shared_cache import KEPT_BYTES, KEPT_LISTS, LRUCache
+from foredraft.constraints.shared_cache import KEPT_BYTES, KEPT_LISTS, LRUCache, caching
 from foredraft.constraints.token_masks import TokenMasks, TokenTable
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams
@@ -42,7 +42,7 @@ class BanList:
 
     def __init__(self, phrases: PhraseAutomaton, table: TokenTable) -> None:
         self.phrases, self.table = phrases, table
-        self.read = lru_cache(KEPT_MOVES)(self._move)
+        self.read: Callable[..., Move] = caching(self._move, KEPT_MOVES)
 
     @cached_property
     def masks(self) -> TokenMasks:
@@ -205,7 +205,7 @@ class Bans:
 
     def __init__(self, tokenizer: Tokenizer, codec: ByteCodec, vocabulary: int) -> None:
         self._tokenizer, self._codec, self._vocabulary = tokenizer, codec, vocabulary
-        self._table = lru_cache(4)(self._make_table)
+        self._table = caching(self._make_table, 4)
         self.lists = LRUCache[Hashable, BanList](KEPT_LISTS, KEPT_BYTES)
 
     def maker(

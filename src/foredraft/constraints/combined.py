@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foredraft.constraints.shared_cache import caching
 from foredraft.decode.constraint import Constraint
 
 LINE_BREAK = b"\n"
@@ -46,7 +46,7 @@ class ThinkingTokens:
         self._texts, self._ends = texts, list(ends)
         self._opens, self._closes = opens.encode(), closes.encode()
         # the tokens that may follow before the content, [V] bool; the caller does not write to it
-        self.mask = cache(self._made)
+        self.mask = caching(self._made)
 
     def after(self, place: ThinkingPlace, token: int) -> ThinkingPlace | None:
         """Return where a text stands after a token; one of no marker and no thinking begins the content."""

@@ -1,10 +1,13 @@
-"""A bounded cache of what requests share: automata of phrases and stop strings, and fitted schemas."""
+"""Caches: a bounded one of what requests share (automata of phrases and stop strings, fitted schemas), and
+those of an object's methods."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Generic, TypeVar
+from weakref import WeakMethod
 
 KEPT_LISTS = 16  # of phrases, compiled; one ban of 10,000 phrases takes some 100 MB with its masks
 KEPT_BYTES = 256 << 10  # of their phrases together; an automaton takes some 350 bytes a byte
@@ -40,3 +43,19 @@ class LRUCache(Generic[K, T]):
                 while len(self._values) > self._most or self.total > self._size:
                     del self._values[next(iter(self._values))]
         return value
+
+
+def caching(method: Callable[..., T], most: int | None = None) -> Callable[..., T]:
+    """Return a cache of a method, for its object to hold.
+
+    The cache does not hold the object: such a circle would live on until Python's collector comes.
+    """
+    own = WeakMethod(method)
+
+    @lru_cache(most)
+    def found(*given: Hashable) -> T:
+        called = own()
+        assert called is not None, "the object has the cache"
+        return called(*given)
+
+    return found

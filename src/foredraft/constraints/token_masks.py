@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from foredraft.constraints.phrases import (
     missing_bytes,
     word_characters,
 )
+from foredraft.constraints.shared_cache import caching
 
 CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
 KEPT_COMPLETABLE = 1 << 16  # states of which it is known whether tokens can complete the open character
@@ -91,16 +92,15 @@ class TokenTable:
     @cached_property
     def completions(self) -> Callable[[bytes], set[tuple[str, bytes]]]:
         """Returns how one token can continue an incomplete character without breaking any."""
+        return caching(self._found_completions)
 
-        def found(pending: bytes) -> set[tuple[str, bytes]]:
-            pairs = set[tuple[str, bytes]]()
-            for data in {pending + self.texts[id] for id in self.continuing}:
-                with suppress(UnicodeDecodeError):
-                    characters, used = codecs.utf_8_decode(data, "strict", False)
-                    pairs.add((characters, data[used:]))
-            return pairs
-
-        return cache(found)
+    def _found_completions(self, pending: bytes) -> set[tuple[str, bytes]]:
+        pairs = set[tuple[str, bytes]]()
+        for data in {pending + self.texts[id] for id in self.continuing}:
+            with suppress(UnicodeDecodeError):
+                characters, used = codecs.utf_8_decode(data, "strict", False)
+                pairs.add((characters, data[used:]))
+        return pairs
 
 
 class TokenMasks:
@@ -132,8 +132,8 @@ class TokenMasks:
             if closing:
                 self._within_last[id] = automaton.completes(ROOT, stream + BOUNDARY)
         self._silent = table.silent.numpy()
-        self._starting, self._becomes = cache(self._found_starting), cache(self._found_symbols)
-        self._mask = lru_cache(max(256, KEPT_BYTES // size))(self._made)
+        self._starting, self._becomes = caching(self._found_starting), caching(self._found_symbols)
+        self._mask = caching(self._made, max(256, KEPT_BYTES // size))
         self._named = self._named_by_patterns()
         self._completable: dict[tuple[PhraseState, int], bool] = {}
 

@@ -39,6 +39,11 @@ class DraftPass:
     # batch-invariant shapes. None: it does not resume.
     exit: int | None = None
 
+    @property
+    def described(self) -> str:
+        """What tells its forwards from others of the same runner, as a key of kept costs."""
+        return repr(self.plan)
+
     def __call__(self, cache: CacheLayers, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
         """Run one draft step; arguments as `Runner.forward`."""
         aux_layers, resumes = () if self.exit is None else (self.exit,), self.exit is not None

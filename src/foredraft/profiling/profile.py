@@ -319,7 +319,7 @@ def _key(engine: Engine, longest: int) -> dict[str, Any]:
         "machine": [device.type, where, torch.get_num_threads()],
         "target": _runner(engine.target),
         "drafters": {
-            name: None if (draft := drafter.draft_pass) is None else [_runner(draft.runner), repr(draft.plan)]
+            name: None if (draft := drafter.draft_pass) is None else [_runner(draft.runner), draft.described]
             for name, drafter in engine.drafters.items()
         },
         "rows": engine.cache.rows,

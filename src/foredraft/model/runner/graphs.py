@@ -34,18 +34,20 @@ def flattened(tree: object) -> tuple[list[Tensor], tuple[object, ...]]:
     tensors: list[Tensor] = []
     structure: list[object] = []
 
-    def flatten(tree: object) -> None:
-        if isinstance(tree, Tensor):
-            tensors.append(tree)
-            structure.append((tree.shape, tree.dtype))
-            return
-        kind, parts, _ = _taken_apart(tree)
-        structure.append(kind)
-        for part in parts:
-            flatten(part)
-
-    flatten(tree)
+    _flatten(tree, tensors, structure)
     return tensors, tuple(structure)
+
+
+# A function of the module: one within `flattened` would be in a circle with the tensors, which would live on.
+def _flatten(tree: object, tensors: list[Tensor], structure: list[object]) -> None:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        structure.append((tree.shape, tree.dtype))
+        return
+    kind, parts, _ = _taken_apart(tree)
+    structure.append(kind)
+    for part in parts:
+        _flatten(part, tensors, structure)
 
 
 def copied(tree: T) -> T:
