@@ -38,6 +38,11 @@ def alone() -> list[list[int]]:
     return [run(make_engine(TARGET, rows=1), [wish])[0] for wish in requests(None)]
 
 
+def test_greedy_drafts_do_not_change_the_text(alone: list[list[int]]) -> None:
+    engine = make_engine(TARGET, DRAFT, Fixed(3), greedy_drafts=True)
+    assert run(engine, requests("draft-model")) == alone
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS[1:])
 def test_the_text_is_a_function_of_the_seed(drafter: str, policy: object, alone: list[list[int]]) -> None:

@@ -61,6 +61,12 @@ def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     assert_caught(mutant, monkeypatch)
 
 
+@pytest.mark.usefixtures("defined")
+def test_a_harmless_change_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    transform_mutants.HARMLESS.plant(monkeypatch)
+    transform_mutants.HARMLESS.check()
+
+
 def one() -> int:
     return 1
 

@@ -57,6 +57,17 @@ def not_normalised_after_a_cut(probs: Function, ops: TorchVocabOps, x: Tensor, b
     return whole.where(cut > 0, 0.0), finite
 
 
+@around
+def top_k_after_temperature(probs: Function, ops: TorchVocabOps, x: Tensor, by: SamplingTable) -> Any:
+    """No defect: dividing by the temperature changes no order."""
+    if by.top_k is None:
+        return probs(ops, x, by)
+    scaled = (x - x.amax(-1, keepdim=True)) / by.temperature[:, None, None]
+    k = by.top_k[:, None, None].expand(-1, x.shape[1], 1)
+    least = scaled.sort(-1, descending=True).values.gather(-1, (k - 1).clamp(0, x.shape[-1] - 1))
+    return probs(ops, x.masked_fill((k > 0) & (scaled < least), -math.inf), replace(by, top_k=None))
+
+
 def dropped_from_typical(drop: Callable[[Tensor], Tensor]) -> Mutation:
     """Drop some of the tokens that typical-p kept: `drop` gets those farthest from the entropy, [B, T, V] bool."""
 
@@ -301,3 +312,4 @@ CONSTRAINTS = {
 }
 
 MUTANTS = caught_by(TRANSFORMS, CONSTRAINTS)
+HARMLESS = defect("top-k after temperature", PROBS, top_k_after_temperature, definition)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import foredraft
 from foredraft import LLM, SamplingParams
+from foredraft.bench.measurement import measure_costs
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.assets import is_dflash, is_dspark, is_eagle3
 from foredraft.drafters.heads.configs import read_block, read_eagle3
@@ -108,6 +109,14 @@ def check_parity(format: str, by: str = "kernels", **head: Any) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_draft_logits_are_those_of_the_definition(format: str, by: str) -> None:
     check_parity(format, by)
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_draft_step_of_every_format_can_be_timed(tmp_path: Path, format: str, by: str) -> None:
+    """Else policy `auto` assumes its costs for ever."""
+    with load(tmp_path, format, by) as llm:
+        assert FORMATS[format]["of"] in measure_costs(llm.loaded, 1, 16, 2, repeats=1).drafting
 
 
 def test_every_format_is_found_and_read(tmp_path: Path) -> None:

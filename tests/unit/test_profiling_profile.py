@@ -456,7 +456,10 @@ def test_samples_of_two_processes_agree(machine: Machine) -> None:
     "content",
     [
         *[None, [], "x", 3, {}, {"greedy": {}, "sampled": None}],
-        *[{"pass of 1 x 3": samples} for samples in ([2.0, "x"], [1e400], [-1.0], [float("nan")], 2.0)],
+        *[
+            {"pass of 1 x 3": samples}
+            for samples in ([2.0, "x"], [1e400], [10**400], [-1.0], [float("nan")], 2.0)
+        ],
     ],
 )
 def test_what_is_no_sample_is_measured_again(machine: Machine, content: Any) -> None:

@@ -193,7 +193,7 @@ class Eagle3Head:
         return self.norm(left) if self.kernels is None else self.kernels.backend.normed(left.contiguous())
 
     def timed_step(self, own: HeadCache, tokens: Tensor, starts: list[int]) -> Tensor:
-        states = own.kv.layer(0).new_zeros(len(starts), 1, self.record.spec.hidden_size)
+        states = own.kv.planes[0].new_zeros(len(starts), 1, self.record.spec.hidden_size)
         left = self.run(own, tokens, states, [max(1, start) for start in starts], [1] * len(starts))
         return self.logits(left[:, 0])
 
@@ -201,7 +201,7 @@ class Eagle3Head:
         if self.kernels is None:
             return None
         read = sum(len(inputs.tokens[row]) for row in inputs.active)
-        states = own.kv.layer(0).new_zeros(read, self.record.spec.hidden_size)
+        states = own.kv.planes[0].new_zeros(read, self.record.spec.hidden_size)
         inputs = replace(inputs, starts=[max(1, start) for start in inputs.starts])
         return self.kernels.draft(own, inputs, states)[0]
 

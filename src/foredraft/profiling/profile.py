@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ class Samples:
         """Return the samples whose `least` was kept; what is none is left out, to be measured again."""
 
         def sound(samples: Any) -> bool:
-            times = isinstance(samples, list)
-            return times and all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in samples)
+            most, times = sys.float_info.max, isinstance(samples, list)
+            return times and all(isinstance(ms, int | float) and 0 <= ms <= most for ms in samples)
 
         kept = values if isinstance(values, dict) else {}
         return cls({cost: samples for cost, samples in kept.items() if sound(samples)})
