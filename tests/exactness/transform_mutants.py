@@ -23,7 +23,7 @@ from foredraft.decode.vocab_ops import TorchVocabOps, total
 from foredraft.drafters.draft_model import DraftModel
 from tests.exactness import round_checks as checks
 from tests.exactness import test_constraints as constraints
-from tests.support.mutation import Edit, Mutation, caught_by
+from tests.support.mutation import Edit, Mutation, caught_by, defect
 from tests.support.mutations import Function, argument, around, before, changed, instead, top_k_ties_dropped
 from tests.unit import test_decode_sampling as unit
 

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 import foredraft
 from foredraft.drafters import strict_records
@@ -123,6 +125,31 @@ def test_a_hostile_file_is_read_or_refused_in_one_line(
     for record in caplog.records:
         line = record.getMessage()
         assert line.isprintable() and len(line) < 1000 + len(str(folder))
+
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_any_json_is_read_or_refused_in_one_line(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, file: str
+) -> None:
+    folder = copied(folders[file], tmp_path_factory.mktemp("any") / "copy")
+    path = folder / file
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    @settings(max_examples=100)
+    @given(key=st.sampled_from(FILES[file].split()), value=NESTED)
+    def examples(key: str, value: Any) -> None:
+        path.write_text(json.dumps(content | {key: value}), encoding="utf-8")
+        check(folder, file)
+
+    examples()
 
 
 @pytest.mark.parametrize("key", MOST)

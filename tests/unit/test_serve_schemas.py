@@ -92,6 +92,10 @@ def test_schemas_that_do_not_hold_together_are_left_out_whole() -> None:
         (of(a={"type": "zebra"}), r"properties\.a\.type"),
         (of(a={"properties": 3}), r"properties\.a\.properties"),
         (of(a={"$ref": "#/$defs/none"}), r"'#/\$defs/none', which names nothing"),
+        *(
+            ({**of(a={"$ref": f"#/anyOf/{at}"}), "anyOf": [{"required": ["a"]}]}, "which names nothing")
+            for at in ("-1", " 0", "1", "x")
+        ),
     ],
     ids=str,
 )

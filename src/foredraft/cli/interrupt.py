@@ -124,6 +124,7 @@ class Interrupt(Raised):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             super()._handle(number, frame)
+            return
         self.received = True
         if self.llm is not None:
             from threading import Thread

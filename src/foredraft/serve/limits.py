@@ -270,7 +270,8 @@ class Connections:
         return None
 
     def leave(self, transport: Any) -> None:
-        self._open.add(self._addresses.pop(id(transport)), -1)
+        if (address := self._addresses.pop(id(transport), None)) is not None:
+            self._open.add(address, -1)
 
 
 def _open_files(wanted: int) -> int:

@@ -203,7 +203,8 @@ class BlockReply(Reply):
                 yield from self.step(step)
 
     def whole(self, parts: list[Part]) -> Event:
-        assert parts[0].output is not None  # raises Problem where it failed
+        output = parts[0].output  # raises Problem where it failed
+        assert output is not None, "a whole reply is over"
         self.sample.blocks.close()
         return self.state()
 

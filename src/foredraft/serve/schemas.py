@@ -9,10 +9,12 @@ a check looks at a bounded number of keywords, runs no regular expression, and f
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 from foredraft.constraints.grammar import check_grammar
@@ -119,6 +121,7 @@ def broken(schema: Schema, text: str) -> list[str]:
             return _changed(node, path, without, lambda keyword, value: keyword not in left_out)
 
         checked = without(schema, ())
+        _work.left = MOST
         validator = _bounded(draft)(checked, registry=Registry(), format_checker=draft.FORMAT_CHECKER)
         for error in validator.iter_errors(value):
             found.append(shown(tuple(error.absolute_schema_path)))
@@ -136,17 +139,18 @@ def _draft(schema: Schema) -> Any:
     return validator_for(schema, default=Draft202012Validator)
 
 
+_work = threading.local()  # how many further keywords the check of a thread may look at: `left`
+
+
+@cache
 def _bounded(draft: Any) -> Any:
     """Return a draft's validator that fails once its checks have looked at too many keywords."""
     from jsonschema.validators import extend
 
-    left = MOST
-
     def counted(check: Callable[..., Any]) -> Callable[..., Any]:
         def count(*given: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            _work.left -= 1
+            if _work.left < 0:
                 raise RuntimeError("a check has looked at too many keywords")
             return check(*given)
 
@@ -274,8 +278,8 @@ def _fit(schema: Schema, *, close: bool) -> Fitted:
             named: Any = root
             for part in reference.split("/")[1:]:
                 key = part.replace("~1", "/").replace("~0", "~")
-                named = named[int(key) if isinstance(named, list) else key]
-        except (LookupError, TypeError, ValueError):
+                named = named[_index(key) if isinstance(named, list) else key]
+        except (LookupError, TypeError):
             problem = f"has the $ref {shortened(reference)}, which names nothing"
             raise RequestError(problem, remedy="correct it") from None
     fitting = _Fitting()
@@ -286,6 +290,12 @@ def _fit(schema: Schema, *, close: bool) -> Fitted:
         made = {"type": "object"} if root.get("type") == "object" else {}
         fitting.left_out.append(())
     return Fitted(whole, made, tuple(dict.fromkeys(map(shown, fitting.left_out))))
+
+
+def _index(key: str) -> int:
+    if not key.isdecimal():
+        raise LookupError(key)
+    return int(key)
 
 
 def _tidied(node: Schema, path: Path) -> Schema:

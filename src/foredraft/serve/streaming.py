@@ -89,6 +89,7 @@ async def opened(socket: WebSocket, keys: Keys) -> bool:
     return True
 
 
+LAST_SECONDS = 1.0  # in which the requests of a socket end once its client has left
 MAX_OPEN = 64  # requests of one socket at a time
 Run = Callable[[dict[str, Any], Callable[[Event], Awaitable[None]]], Awaitable[None]]
 
@@ -107,6 +108,7 @@ class Socket:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endings: set[asyncio.Task[None]] = set()  # of those requests and of others, until they are sent
         self._sending = asyncio.Lock()
+        self._closed = False
         self._over, self._record = over, current()
 
     async def serve(self) -> None:
@@ -120,10 +122,13 @@ class Socket:
         except WebSocketDisconnect:
             pass
         finally:
-            open_ = [*self._tasks.values(), *self._endings]
-            for task in open_:
+            self._closed = True
+            for task in self._tasks.values():
                 task.cancel()
-            await asyncio.gather(*open_, return_exceptions=True)
+            if self._endings:  # each logs how its request ended, and sends nothing
+                _, stuck = await asyncio.wait(self._endings, timeout=LAST_SECONDS)
+                for ending in stuck:  # in the midst of a frame that the client does not read
+                    ending.cancel()
 
     async def _read(self, message: Any) -> None:
         if message["type"] == "websocket.disconnect":
@@ -202,7 +207,7 @@ class Socket:
             forget_frames(error)
             frames.append(error.body)
         with suppress(Exception):  # the client has gone
-            for frame in (*frames, {"done": True, "reason": reason}):
+            for frame in () if self._closed else (*frames, {"done": True, "reason": reason}):
                 await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: Event) -> None:

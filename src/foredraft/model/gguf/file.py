@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
+import os
 import struct
 import weakref
 from collections import deque
@@ -34,6 +34,7 @@ MAX_DEPTH = 4  # arrays within each other; files have one
 # Far more than any file has: of a file with holes, which can be larger than the disk, no more may be read.
 MAX_VALUES = 2**24  # values of an array: as many as a vocabulary may have tokens
 MAX_TEXT = 2**24  # bytes of a text
+BUFFER = 2**20  # bytes that are read at a time
 LENGTH = struct.Struct("<Q")  # of a text, in front of it
 # a text under this key, as the file has it up to its length
 ARCHITECTURE = b"general.architecture" + struct.pack("<I", 8)
@@ -86,21 +87,29 @@ def architecture_of(path: Path) -> str | None:
 
 class GGUFFile:
     def __init__(self, path: Path, *, lists: bool = True) -> None:
-        self.path, self._lists, self._at = path, lists, 0
+        self.path, self._lists = path, lists
+        if is_no_file(path):
+            raise self._unreadable(OSError(errno.EINVAL, NO_FILE))
         try:
-            if is_no_file(path):
-                raise OSError(errno.EINVAL, NO_FILE)
-            self._file = path.open("rb")
-            weakref.finalize(self, self._file.close)
-            self.size = path.stat().st_size  # its bytes
-            if not self.size:
-                raise self.error("is empty", DOWNLOAD_AGAIN)
-            # a map to be read alone takes no memory of its own, however large the file is
-            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as self._bytes:
-                self._read()
+            self._file = path.open("rb", buffering=BUFFER)
         except OSError as error:
-            problem = f"cannot be read ({error.strerror})"
-            raise self.error(problem, "give a file that can be read") from error
+            raise self._unreadable(error) from error
+        weakref.finalize(self, self._file.close)
+        self.size = os.fstat(self._file.fileno()).st_size  # its bytes
+        if not self.size:
+            raise self.error("is empty", DOWNLOAD_AGAIN)
+        self._at = 0
+        try:
+            tensors, values = self._header()
+            self.metadata: dict[str, Any] = {}
+            for _ in range(values):
+                key = self._text()
+                if key in self.metadata:
+                    raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
+                self.metadata[key] = self._value(self._number("I"))
+            self.tensors = self._tensors(tensors)
+        except OSError as error:
+            raise self._unreadable(error) from error
         except IndexError:
             raise self.error("ends too early", DOWNLOAD_AGAIN) from None
         except UnicodeDecodeError:
@@ -109,6 +118,9 @@ class GGUFFile:
     def error(self, problem: str, remedy: str) -> CheckpointError:
         return CheckpointError(f"{self.path} {problem}", remedy=remedy)
 
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return self.error(f"cannot be read ({error.strerror})", "give a file that can be read")
+
     def bytes_of(self, info: TensorInfo) -> Tensor:
         try:
             return mapped_bytes(self._file, info.start, info.size)
@@ -116,23 +128,16 @@ class GGUFFile:
             problem = f"has tensor {info.name}, which cannot be read ({error.strerror})"
             raise self.error(problem, DOWNLOAD_AGAIN) from error
 
-    def _read(self) -> None:
-        if self._bytes[: len(MAGIC)] != MAGIC:
+    def _header(self) -> tuple[int, int]:
+        if self.size < len(MAGIC) or self._take(len(MAGIC)) != MAGIC:
             raise self.error("is not a GGUF file", "give a checkpoint folder, or a GGUF file")
-        self._at, self.metadata = len(MAGIC), dict[str, Any]()
         version = self._number("I")
         if not version & 0xFFFF:  # a number below 65536 with its bytes reversed
             raise self.error("is a big-endian GGUF file", "convert it to little-endian")
         if version not in VERSIONS:
             problem = f"is a GGUF file of version {version}"
             raise self.error(problem, f"supported are {' and '.join(map(str, VERSIONS))}")
-        tensors, values = self._number("Q"), self._number("Q")
-        for _ in range(values):
-            key = self._text()
-            if key in self.metadata:
-                raise self.error(f"has {shortened(key)} twice", DOWNLOAD_AGAIN)
-            self.metadata[key] = self._value(self._number("I"))
-        self.tensors = self._tensors(tensors)
+        return self._number("Q"), self._number("Q")
 
     def _tensors(self, tensors: int) -> dict[str, TensorInfo]:
         heads: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -172,41 +177,53 @@ class GGUFFile:
         return TensorInfo(name, kind, shape, start, size)
 
     def _number(self, format: str) -> Any:
-        [value] = self._numbers(format)
+        [value] = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))
         return value
 
-    def _numbers(self, format: str) -> tuple[Any, ...]:
-        """Return the next numbers of the file; IndexError where it ends before them."""
-        at = self._at
-        self._pass(struct.calcsize(f"<{format}"))
-        return struct.unpack_from(f"<{format}", self._bytes, at)
-
-    def _pass(self, size: int) -> None:
-        self._at += size
-        if self._at > self.size:
+    def _take(self, size: int) -> bytes:
+        """Return the next bytes of the file; IndexError where it ends before them."""
+        if size > self.size - self._at or len(taken := self._file.read(size)) < size:
             raise IndexError
+        self._at += size
+        return taken
 
     def _text(self) -> str:
-        [text] = self._texts(1, keep=True)
-        return text
+        size: int = self._number("Q")
+        self._check_text(size)
+        return self._take(size).decode("utf-8")
 
-    def _texts(self, count: int, *, keep: bool) -> list[str]:
-        """Return the next texts, or none where they are not kept."""
-        texts, unpacked, whole, at, end = list[str](), LENGTH.unpack_from, self._bytes, self._at, self.size
+    def _check_text(self, size: int, read: int = 0) -> None:
+        """Check the length of a text, of whose bytes and of what follows it `read` bytes were read."""
+        if size > self.size - self._at + read:
+            raise IndexError
+        if size > MAX_TEXT:
+            raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
+
+    def _texts(self, count: int) -> list[str]:
+        """Return the next texts, cut out of large blocks, or none where lists are not kept."""
+        texts, block, at = list[str](), b"", 0
         for _ in range(count):
+            if len(block) - at < LENGTH.size:
+                block, at = self._more(block[at:], LENGTH.size), 0
+            [size] = LENGTH.unpack_from(block, at)
             at += LENGTH.size
-            if at > end:
-                raise IndexError
-            [size] = unpacked(whole, at - LENGTH.size)
-            if size > end - at:
-                raise IndexError
-            if size > MAX_TEXT:
-                raise self.error(f"has a text of {size} bytes, more than any model has", DOWNLOAD_AGAIN)
-            if keep:
-                texts.append(str(whole[at : at + size], "utf-8"))
+            if size > min(len(block) - at, MAX_TEXT):
+                self._check_text(size, len(block) - at)
+                block, at = self._more(block[at:], size), 0
+            if self._lists:
+                texts.append(str(block[at : at + size], "utf-8"))
             at += size
-        self._at = at
+        self._at -= len(block) - at
+        self._file.seek(self._at)
         return texts
+
+    def _more(self, block: bytes, least: int) -> bytes:
+        """Return a block with further bytes of the file, `least` in all; IndexError where it ends before."""
+        further = self._file.read(max(least, BUFFER))
+        self._at += len(further)
+        if len(block) + len(further) < least:
+            raise IndexError
+        return block + further
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in NUMBERS:
@@ -223,9 +240,10 @@ class GGUFFile:
         if count > MAX_VALUES:
             raise self.error(f"has {count} values in an array, more than any model has", DOWNLOAD_AGAIN)
         if kind in NUMBERS:
-            numbers = self._numbers(f"{count}{NUMBERS[kind]}")
-            return [*numbers] if self._lists else []
+            format = f"<{count}{NUMBERS[kind]}"
+            taken = self._take(struct.calcsize(format))
+            return list(struct.unpack(format, taken)) if self._lists else []
         if kind == STRING:
-            return self._texts(count, keep=self._lists)
+            return self._texts(count)
         values = (self._value(kind, depth + 1) for _ in range(count))
         return list(values) if self._lists else list(deque(values, maxlen=0))

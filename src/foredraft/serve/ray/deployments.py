@@ -328,4 +328,4 @@ async def _chunks(parts: Parts) -> AsyncGenerator[dict[str, Any], None]:
 
 
 async def _answer_problem(request: Request, problem: Any) -> Response:
-    return answer(problem, request.url.path)
+    return answer(problem, "/" + request.path_params.get("path", ""))  # without the prefix of its route
