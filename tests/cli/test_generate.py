@@ -197,7 +197,7 @@ def quoted(names: dict[str, Any]) -> str:
         ("x --model big --policy oracle", f"for --policy. Choose from: {quoted(POLICIES)}."),
         ("x --model big --max-new-tokens -1", "--max-new-tokens is -1"),
         ("x --compare --max-new-tokens 0", "--compare has nothing to time with --max-new-tokens 0;"),
-        ("x --model big --seed -3", "seed is -3"),
+        (f"x --model big --seed {2**63}", f"seed is {2**63}"),
         ("x --model big --drafter lookup --max-draft 100000", "--max-draft is 100000"),
         ("x --model big --device abacus", "--device is 'abacus'"),
         ("x --model big --device cpu:3", "--device is 'cpu:3'"),

@@ -58,7 +58,7 @@ def edited(**arrays: np.ndarray | None) -> Callable[[Arrays], None]:
 
 # what is wrong -> format, what is saved otherwise, what the line says
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "eagle3: hidden size": ("safeailab", {"target_size": 32, "config": {"target_hidden_size": 32}},
+    "eagle3: hidden size": ("safeailab", {"size": 32, "config": {"target_hidden_size": 32}},
                             "for a target of hidden size 32, but the target's is 64"),
     "eagle3: layers beyond": ("safeailab", {"config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}},
                             "reads the target after layer 9, but the target has 7 layers"),
@@ -67,7 +67,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle3: a lying count of ids": ("safeailab", {"config": {"draft_vocab_size": 5}},
                                      "but config.json implies [5"),
     "eagle3: not reduced": ("safeailab", {"config": {"draft_vocab_size": 11}}, "but config.json implies [11"),
-    "eagle3: a lying count of layers": ("safeailab", {"config": {"num_hidden_layers": 2}}, "lacks tensor layers.1."),
+    "eagle3: a lying count of layers": ("safeailab", {"config": {"num_hidden_layers": 2}, "tensors": {"layers.1.mlp.up_proj.weight": None}},
+                                        "lacks tensor layers.1."),
     "eagle3: an unknown tensor": ("safeailab", {"tensors": {"extra.weight": torch.ones(2)}},
                                   "tensor extra.weight is not part of"),
     "eagle3: an unknown key": ("safeailab", {"config": {"eagle_config": {"mystery": 1}}}, "mystery = 1 is not known"),
