@@ -111,7 +111,7 @@ def test_every_turn_has_the_earlier_ones_until_they_are_cleared(converse: Conver
 
 
 def test_shown_special_tokens_are_not_added_to_the_conversation(converse: Converse, sent: list[str]) -> None:
-    ends = "--show-special --logit-bias 2=100 --max-new-tokens 2 --temperature 0"
+    ends = "--show-special --logit-bias 2=100 --ignore-eos --max-new-tokens 2 --temperature 0"
     assert converse(["Hi", "So?"], *ends.split()).out.count("</s>") == 4
     assert sent[1] == "<s>u:Hi</s><s>a:</s><s>u:So?</s>a:", "the template alone ends the reply"
 
@@ -190,7 +190,8 @@ def test_options_of_a_single_text_are_refused_in_a_conversation(
 @pytest.mark.parametrize("options", [["--json"], [], ["--n", "2"]], ids=" ".join)
 def test_special_tokens_can_be_shown(chatty: list[str], options: list[str], cli: Cli) -> None:
     likely = [word for token in range(3) for word in ("--logit-bias", f"{token}=6")]
-    command = ["generate", "x", *chatty[1:3], "--seed", "3", "--max-new-tokens", "80", *likely, *options]
+    command = ["generate", "x", *chatty[1:3], "--seed", "3", "--ignore-eos", "--max-new-tokens", "80"]
+    command += [*likely, *options]
     seen = [cli(*command, *show).out for show in ([], ["--show-special"])]
     plain, special = ([text.count(token) for token in ("<s>", "</s>", "<pad>")] for text in seen)
     assert plain == [0, 0, 0]

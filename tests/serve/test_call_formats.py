@@ -101,6 +101,15 @@ def test_calls_come_in_every_api_whole_and_streamed(
         assert calls_of(path, more) == found
     if path == CHAT:
         assert not whole.json()["choices"][0]["message"]["content"]
+    bounded = {
+        "type": "object",
+        "properties": {"at": {"type": "string", "maxLength": 4}},
+        "additionalProperties": False,
+    }
+    strict = {"type": "function", "function": {"name": "read", "parameters": bounded, "strict": True}}
+    if path == CHAT:  # what the grammar of a format does not hold is refused where it is strict
+        held = format.payload in ("object", "json")
+        assert post(marked, path, **{**fields, "tools": [strict]}).status_code == (200 if held else 400)
     if format is not LLAMA:  # whose calls begin the text, or are none
         free = {**fields, "tool_choice": {"type": "auto"} if path == MESSAGE else "auto", limit: 40}
         assert post(marked, path, **free).status_code == 200

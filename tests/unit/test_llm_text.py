@@ -203,8 +203,8 @@ def test_unsupported_settings_are_named(tiny: Path, tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("config", "want", "message"),
     [
-        ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give above 0 and at most 1 (off)"),
-        ({"top_p": 0, "temperature": 0.5}, {"temperature": 0.5}, "top_p is 0; give above 0"),
+        ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give 0 (greedy) to 1 (off)"),
+        ({"top_p": -1, "temperature": 0.5}, {"temperature": 0.5}, "top_p is -1; give"),
         ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
         ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
         ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.errors import CheckpointError, RequestError
-from foredraft.model.chat import ChatTemplate
+from foredraft.model.chat import NULL, ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
 from tests.support.mutation import assert_caught, defect
@@ -469,3 +469,11 @@ def test_a_template_that_takes_texts_gets_texts() -> None:
 def test_a_defect_is_caught(answer: bool, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = defect("parts", ChatTemplate._takes_parts_alone, lambda sound: lambda chat, source: answer, check)
     assert_caught(told, monkeypatch)
+
+
+def test_a_content_that_is_none_is_absent_and_null_is_null() -> None:
+    chat = ChatTemplate(
+        {"default": "{% for m in messages %}{{ m.content is defined }} {{ m.content is none }};{% endfor %}"}
+    )
+    told = [{"role": "assistant", "content": each, "tool_calls": [{}]} for each in (None, NULL)]
+    assert chat.render(told) == "False False;True True;"

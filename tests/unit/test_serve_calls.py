@@ -164,6 +164,8 @@ def test_the_grammar_allows_calls_and_no_others(format: CallFormat, special: dic
     if format.marker:
         ids = tokens("No call.", special)
         assert matcher(free).try_consume_tokens(ids) == len(ids)
+        ids = tokens(f"{format.first}{format.opens}none", {})  # the letters of a call, by whatever tokens
+        assert matcher(free).try_consume_tokens(ids) < len(ids)
 
 
 @pytest.mark.parametrize("special", [IDS, {}], ids=["special tokens", "texts"])
@@ -199,6 +201,8 @@ def test_what_a_grammar_does_not_hold_is_named() -> None:
     assert [*unheld(calls.QWEN, schema)] == ["minProperties", "properties.a.pattern"]
     assert [*unheld(calls.GEMMA, schema)] == ["minProperties", "properties.a.pattern", "properties.b.minimum"]
     assert [*unheld(calls.HERMES, schema)] == [*unheld(calls.MINISTRAL, schema)] == []
+    inner = {"items": {"type": ["string", "null"], "minLength": 2}, "additionalProperties": {}}
+    assert [*unheld(calls.GEMMA, inner)] == ["additionalProperties", "items.type", "items.minLength"]
 
 
 @pytest.mark.parametrize(
@@ -211,3 +215,43 @@ def test_a_value_of_an_element_is_text_only_where_it_is_nothing_else(text: str, 
     assert json.loads(given) == {"p": value}
     [(_, given)], _ = read(calls.QWEN, element.replace("=any", "=look").replace("=p>", "=q>"))
     assert json.loads(given) == {"q": text}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "integer"]}, "5", "5"), ({"enum": ["5", 6]}, "5", "5"), ({"const": 5}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None), ({"type": "string"}, "null", "null"),
+    ],
+)  # fmt: skip
+def test_a_value_whose_schema_admits_text_is_text(schema: dict[str, Any], text: str, value: object) -> None:
+    reader = CallReader(calls.QWEN, {"f": {"properties": {"p": schema}}})
+    reader.read(calls.QWEN.write("f", {"p": text}))
+    assert json.loads(reader.calls[0].arguments) == {"p": value}
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ('$ref:<|"|>x<|"|>,a b:{1:[true,null]}', '{"$ref": "x", "a b": {"1": [true, null]}}'),
+        ('"q":<|"|>a}<tool_call|>, b:c<|"|>', '{"q": "a}<tool_call|>, b:c"}'),
+        ("no such thing", "{no such thing}"),
+    ],
+)
+def test_arguments_of_gemma_are_json_and_end_outside_texts(given: str, arguments: str) -> None:
+    text = f"<|tool_call>call:look{{{given}}}<tool_call|> Bye."
+    assert read(calls.GEMMA, text) == read(calls.GEMMA, text, range(1, len(text)))
+    assert read(calls.GEMMA, text) == ([("look", arguments)], "Bye.")
+
+
+@every_format
+def test_a_call_that_a_limit_cut_keeps_what_was_written(format: CallFormat) -> None:
+    text = format.first + format.write("look", {"q": "abcdef"})
+    [(name, given)], content = read(format, text[: text.index("def")])
+    assert (name, content) == ("look", "") and "abc" in given and not is_object(given)
+
+
+def test_null_as_the_arguments_of_a_call_is_an_empty_object() -> None:
+    text = '<tool_call>{"name": "stop", "arguments": null}</tool_call>'
+    assert read(calls.HERMES, text) == ([("stop", "{}")], "")

@@ -64,6 +64,12 @@ def test_what_a_template_takes_is_told_as_it_is() -> None:
     assert list(forms([USER])) == [[USER]]
 
 
+def test_forms_are_few_however_long_the_conversation() -> None:
+    late = {"role": "system", "content": "late"}
+    turns = [USER, {**CALLS, "content": "I look"}, *RESULTS, late, USER, late]
+    assert len(list(forms([SYSTEM, *turns * 3]))) <= 96
+
+
 def test_neighbours_of_one_role_become_one() -> None:
     assert told(ALTERNATING, [USER, {"role": "user", "content": "there"}]) == "user: hi\n\nthere;"
     answered = [USER, CALLS, *RESULTS, USER]
@@ -200,9 +206,10 @@ def test_ids_of_other_servers_are_as_long_as_a_template_asks() -> None:
 @pytest.mark.parametrize("cut", ['{"path": "a', "{", "null", "[1]", '{"a": 1} {'])
 def test_a_call_that_was_cut_is_told_as_it_was_written(cut: str) -> None:
     broken = {**call("1", "read"), "function": {"name": "read", "arguments": cut}}
+    closes = "}" if cut in ("null", "[1]") else ""
     given = [USER, {**CALLS, "tool_calls": [broken]}, result("1", "no JSON"), {**CALLS, "tool_calls": [call("2", "write")]}, result("2", "good")]  # fmt: skip
     found = told(NATIVE.replace("ARGUMENTS", AS_OBJECT), given)
-    assert f'assistant: <tool_call>\n{{"name": "read", "arguments": {cut}\n</tool_call>;' in found
+    assert f'assistant: <tool_call>\n{{"name": "read", "arguments": {cut}{closes}\n</tool_call>;' in found
     assert "user: <tool_response>\nno JSON\n</tool_response>;" in found
     assert found.endswith("(write {})tool: good;")  # the others are told as ever
 

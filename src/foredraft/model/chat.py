@@ -20,6 +20,8 @@ from foredraft.errors import Option, RequestError, Text, did_you_mean, invalid_a
 from foredraft.files import TEXT
 from foredraft.model.config import broken, read_json
 
+# A content that a template is to read as null; one that is None is left out, as if it were not there.
+NULL = object()
 PROBE = "foredraftprobe"  # a word that survives what templates do to a message
 
 
@@ -214,7 +216,7 @@ def _texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as plain values, without keys whose value is None, but the content beside calls."""
+    """Return the messages as plain values, without keys whose value is None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages is not a list", remedy="give a list of objects with role and content")
     if not messages:
@@ -224,10 +226,10 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
+        null = message.get("content") is NULL
+        given = _plain({**message, "content": None} if null else message, name)
         plain = {
-            key: value
-            for key, value in _plain(message, name).items()
-            if value is not None or (key == "content" and message.get("tool_calls"))
+            key: value for key, value in given.items() if value is not None or (null and key == "content")
         }
         if not isinstance(plain.get("role"), str):
             remedy = "give 'system', 'user' or 'assistant'"

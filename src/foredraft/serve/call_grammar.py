@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foredraft.constraints.grammar import WHITE_SPACE
-from foredraft.serve.calls import QUOTE, CallFormat
+from foredraft.serve.calls import QUOTE, CallFormat, admits
 from foredraft.serve.schemas import ANNOTATIONS
 
 Schema = Mapping[str, Any]
@@ -62,13 +62,13 @@ class CallGrammar:
             lines.append(r"FREE: /([^{ \n\t](.|\n)*)?/")
             start = "FREE | calls"
         elif any(lead.startswith(text) for text in self.special):
-            lines.append(f"FREE: {ANYTHING}")
+            lines.append(f"FREE: {without(format.marker, format.first.strip())}")
             start = "FREE | FREE calls"
         else:
             # Before the first call stands what begins all calls, or else the marker of each.
             begins = format.first.strip() or marker
             lines += [
-                rf"FREE: {ANYTHING} & ~/(.|\n)*{pattern(begins)}(.|\n)*/",
+                f"FREE: {without(format.marker, begins)}",
                 f"marked[suffix={json.dumps(begins)}]: {ANYTHING}",
                 f"tail: {self.text(lead[lead.index(begins) + len(begins) :])} {self._rest}",
             ]
@@ -92,12 +92,17 @@ class CallGrammar:
         begins = closes.strip()
         rest = self.text(closes[closes.index(begins) + len(begins) :])
         if any(begins.startswith(text) for text in self.special):
-            return [f"{rule.upper()}: {ANYTHING}"], f"{rule.upper()} {self.text(closes.lstrip())}"
+            return [f"{rule.upper()}: {without(begins)}"], f"{rule.upper()} {self.text(closes.lstrip())}"
         return [f"{rule}[suffix={json.dumps(begins)}]: {ANYTHING}"], f"{rule} {rest}"
 
 
 def as_json(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+
+
+def without(*texts: str) -> str:
+    """Return a lexeme of any text that has none of these in it, by whatever tokens it is written."""
+    return " & ".join([ANYTHING, *(rf"~/(.|\n)*{pattern(each)}(.|\n)*/" for each in {*texts} - {""})])
 
 
 def pattern(text: str) -> str:
@@ -115,7 +120,7 @@ def _elements(grammar: CallGrammar, rule: str, schema: Schema) -> Iterator[str]:
     if properties is None:
         any_lines, value = grammar.until(f"{rule}_value", after)
         yield from any_lines
-        yield f'{rule}: ({grammar.text(before)} /[^<>"\\n]+/ {grammar.text(key)} {value})*'
+        yield f'{rule}: ({grammar.text(before)} /[^<>"\\n]{{1,128}}/ {grammar.text(key)} {value})*'
         return
     parts = []
     for index, (name, inner) in enumerate(properties.items()):
@@ -124,7 +129,7 @@ def _elements(grammar: CallGrammar, rule: str, schema: Schema) -> Iterator[str]:
         lines: list[str] = []
         if values is not None:
             value = f"({' | '.join(map(grammar.text, values))}) {grammar.text(after)}"
-        elif inner.get("type") == "string":
+        elif admits(inner, "string"):
             lines, value = grammar.until(f"{own}_value", after)
         else:
             lines, value = [f"{own}_value: {as_json(with_definitions(inner, schema))}"], ""
@@ -194,6 +199,7 @@ def known_properties(schema: Schema) -> Mapping[str, Schema] | None:
     properties = schema.get("properties")
     told = isinstance(properties, Mapping) and all(isinstance(each, Mapping) for each in properties.values())
     closed = not ({"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys())
+    closed = closed and schema.get("additionalProperties") in (None, False)
     return properties if told and closed else None
 
 
@@ -216,11 +222,17 @@ def unheld(format: CallFormat, schema: Schema, path: str = "") -> Iterator[str]:
     """Yield the places of keywords that the grammar of arguments does not hold, though that of JSON would."""
     if format.payload not in ("elements", "gemma"):
         return
+    if schema.get("additionalProperties") not in (None, False):
+        yield f"{path}additionalProperties"
     for keyword, value in schema.items():
         if keyword not in HELD and keyword not in ANNOTATIONS and keyword not in ("$defs", "definitions"):
             yield f"{path}{keyword}"
+        elif keyword == "type" and isinstance(value, list):
+            yield f"{path}type"
+        elif keyword == "items" and isinstance(value, Mapping):
+            yield from unheld(format, value, f"{path}items.")
         elif keyword == "properties" and isinstance(value, Mapping):
             for name, inner in value.items():
-                is_text = isinstance(inner, Mapping) and inner.get("type") == "string"
+                is_text = isinstance(inner, Mapping) and admits(inner, "string")
                 if isinstance(inner, Mapping) and (format.payload == "gemma" or is_text):
                     yield from unheld(format, inner, f"{path}properties.{name}.")

@@ -281,6 +281,8 @@ class CallReader:
         except NoCall:
             end, parser = None, _Nothing(self._format, self._schemas)
         if self._call is not None:
+            if end is None and ended:
+                parser.cut(self._text)
             if more := parser.arguments[len(self._call.arguments) :]:
                 self._call.arguments += more
                 events.append((self._call, more))
@@ -316,9 +318,9 @@ class Parser:
     def read(self, text: str) -> int | None:
         """Return where the call ends, before what closes it; None while it is open; it may raise NoCall."""
         if self.name is None:
-            head = self.format.head.match(text)
+            head = self.format.head.match(text[:LONGEST_HEAD])
             if head is None:
-                if len(text) > LONGEST_HEAD:
+                if len(text) >= LONGEST_HEAD:
                     raise NoCall
                 return None
             self.name, self._at = head["name"], head.end()
@@ -330,6 +332,9 @@ class Parser:
     def begins(self, text: str) -> bool:
         """Return whether a text that a limit has cut may have been a call."""
         return True
+
+    def cut(self, text: str) -> None:
+        """Take what the arguments have at the end of a text that does not end the call."""
 
 
 class _Nothing(Parser):
@@ -381,7 +386,7 @@ class ObjectParser(Parser):
             raise NoCall
         self.name = name
         # some models write them as a string that holds JSON
-        self.arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        self.arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
         return end
 
     def begins(self, text: str) -> bool:
@@ -404,9 +409,9 @@ class ElementsParser(Parser):
     def _arguments(self, text: str) -> int | None:
         assert self.name is not None
         while True:
-            before, key, after = self.format.element
+            key, after = self.format.element[1:]
             rest = text[self._at :]
-            opened = re.match(rf"\s*{_inner(before)}(?P<key>[^<>\"\n]+?){_inner(key)}", rest)
+            opened = self._opened(rest)
             closes = self.format.closes
             if opened is None:
                 left = rest.lstrip()
@@ -428,11 +433,24 @@ class ElementsParser(Parser):
             self.arguments += f"{', ' if self.arguments else '{'}{said}"
             self._at += end + len(after.strip())
 
+    def _opened(self, text: str) -> re.Match[str] | None:
+        before, key, _ = self.format.element
+        return re.match(rf"\s*{_inner(before)}(?P<key>[^<>\"\n]{{1,128}}?){_inner(key)}", text)
+
+    def cut(self, text: str) -> None:
+        rest = text[self._at :]
+        if (opened := self._opened(rest)) is not None:
+            value = json.dumps(rest[opened.end() :].removeprefix("\n"), ensure_ascii=False)[:-1]
+            key = json.dumps(opened["key"], ensure_ascii=False)
+            self.arguments += f"{', ' if self.arguments else '{'}{key}: {value}"
+
     def _value(self, key: str, text: str) -> str:
-        """Return a value as JSON: text where the schema wants text, or where it is nothing else."""
+        """Return a value as JSON: text where the schema admits text, or where it is nothing else."""
         properties = self.schemas.get(self.name or "", {}).get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
+        if not (isinstance(schema, Mapping) and admits(schema, "string")) or (
+            text.strip() == "null" and admits(schema, "null")
+        ):
             for read in (json.loads, ast.literal_eval):  # some templates write values as Python does
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
                     return json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
@@ -445,23 +463,40 @@ QUOTE = '<|"|>'  # around texts in Gemma's calls
 class GemmaParser(Parser):
     """A name, and arguments in Gemma's way: JSON whose keys are bare, with a token of its own for quotes."""
 
+    def __init__(self, format: CallFormat, schemas: Mapping[str, Schema]) -> None:
+        super().__init__(format, schemas)
+        self._read, self._within = 0, False  # so far, and whether that ends within a text
+
     def _arguments(self, text: str) -> int | None:
         closes = self.format.closes
-        end = text.find(closes, self._at)
-        while end >= 0 and text.count(QUOTE, self._at, end) % 2:  # within a text
-            end = text.find(closes, end + 1)
-        if end < 0:
-            return None
-        parts = text[self._at : end].split(QUOTE)
-        parts[::2] = [re.sub(r"([\w.\-]+)\s*:", r'"\1":', part) for part in parts[::2]]
-        parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
-        try:
-            self.arguments = json.dumps(
-                json.loads("{" + "".join(parts) + "}", strict=False), ensure_ascii=False
-            )
-        except (ValueError, RecursionError):
-            raise NoCall from None
-        return end
+        self._read = max(self._read, self._at)
+        while True:
+            sought = (QUOTE,) if self._within else (QUOTE, closes)
+            places = [(at, each) for each in sought if (at := text.find(each, self._read)) >= 0]
+            if not places:
+                self._read = max(self._read, len(text) - max(map(len, sought)))
+                return None
+            at, found = min(places)
+            if found == closes:
+                self.arguments = _gemma_arguments(text[self._at : at])
+                return at
+            self._read, self._within = at + len(QUOTE), not self._within
+
+    def cut(self, text: str) -> None:
+        self.arguments = "{" + text[self._at :]
+
+
+KEY = re.compile(r'((?:^|[{,])\s*)([^\s"{}\[\],:][^{}\[\],:]*?)(?=\s*:)')
+
+
+def _gemma_arguments(text: str) -> str:
+    """Return arguments as JSON; as they are where they are none, which no grammar lets by."""
+    parts = text.split(QUOTE)
+    parts[::2] = [KEY.sub(lambda key: key[1] + json.dumps(key[2]), part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    with suppress(ValueError, RecursionError):
+        return json.dumps(json.loads("{" + "".join(parts) + "}", strict=False), ensure_ascii=False)
+    return "{" + text + "}"
 
 
 PARSERS: dict[Payload, type[Parser]] = {
@@ -471,7 +506,7 @@ PARSERS: dict[Payload, type[Parser]] = {
 
 def _loose(text: str) -> str:
     """Return a pattern of a text with any white space where it has some, and before and behind it."""
-    return rf"\s*{_inner(text)}\s*"
+    return rf"\s*{_inner(text)}\s*" if text.strip() else r"\s*"
 
 
 def _inner(text: str) -> str:
@@ -521,3 +556,24 @@ def parsed_object(text: str) -> dict[str, object]:
 
 def is_object(text: str) -> bool:
     return ObjectScan().end(text) == len(text)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def admits(schema: Schema, kind: str) -> bool:
+    """Return whether a schema says that a value may be of a type."""
+    types = schema.get("type", [])
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
+    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    of = str if kind == "string" else type(None)
+    return (
+        kind in ([types] if isinstance(types, str) else types)
+        or any(isinstance(each, of) for each in values)
+        or any(isinstance(each, Mapping) and admits(each, kind) for each in parts)
+    )

@@ -40,7 +40,8 @@ def messages_of(given: Messages) -> Messages:
         results, names, calls = set(), {}, set[str]()
         for index, call in enumerate(message.get("tool_calls") or ()):
             _check_single(call.get("id"), calls, f"messages[{place}].tool_calls[{index}].id")
-            names[call.get("id")] = call["function"]["name"]
+            if isinstance(id := call.get("id"), str):
+                names[id] = call["function"]["name"]
     return made
 
 

@@ -8,19 +8,23 @@ without a word; so a form counts only if every message's content and calls are i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from itertools import groupby, product
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from foredraft.errors import RequestError, shortened
+from foredraft.model.chat import NULL, ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.calls import HERMES, ID_LENGTH
+from foredraft.serve.calls import HERMES, ID_LENGTH, is_json
 
 Messages: TypeAlias = list[dict[str, Any]]
 Form: TypeAlias = Callable[[Messages], Messages]
 MARK = "foredraft{}probe"  # a word that survives what templates do to a message
+MARKS = re.compile(r"foredraft\d+(?:x\d+x)?probe")
 RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -30,7 +34,7 @@ def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any
     if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):
         messages = spelled_out(messages)
     messages = spelled_out(messages, _is_cut)
-    for form in forms(messages):
+    for form in forms(messages, calls_as(tokenizer, messages, variables)):
         try:
             _check_whole(tokenizer, form, variables)
             return tokenizer.chat_text(form, **variables)
@@ -40,18 +44,52 @@ def chat_text(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any
     raise refusal
 
 
-def forms(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages, then the same conversation as narrower templates take it, nearest first."""
-    known: list[Messages] = []
-    for *changes, narrower, answers, system in product(
-        CALLS, ARGUMENTS, NULLS, range(len(NARROWER) + 1), ANSWERS, SYSTEMS
-    ):
+def forms(messages: Messages, calls: Sequence[Form] = ()) -> Iterator[Messages]:
+    """Yield the messages, then the same conversation as narrower templates take it, nearest first.
+
+    Args:
+        messages: The conversation.
+        calls: Changes of the messages with calls in all forms.
+    """
+    turns, answers, systems = (
+        [each for each in own if each is _as_it_is or each(messages) != messages] for own in CHANGES
+    )
+    last = None
+    for turn, narrower, answer, system in product(turns, range(len(NARROWER) + 1), answers, systems):
         form = messages
-        for change in (*changes, answers, system, *NARROWER[:narrower]):
+        for change in (turn, *calls, answer, system, *NARROWER[:narrower]):
             form = change(form)
-        if form not in known:
-            known.append(form)
+        if form != last:
             yield form
+        last = form
+
+
+def calls_as(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> tuple[Form, ...]:
+    """Return the changes of ids, arguments and absent contents with which a template tells a call.
+
+    They are found once for a template, by a short conversation with one call.
+    """
+    chat = tokenizer.chat
+    if chat is None or not any(message.get("tool_calls") for message in messages):
+        return ()
+    found = _calls_as.setdefault(chat, {})
+    source = chat.source(with_tools="tools" in variables)
+    if source not in found:
+        found[source] = next(
+            (each for each in product(*OF_CALLS) if _tells(tokenizer, each, variables)), (_as_it_is,)
+        )
+    return found[source]
+
+
+def _tells(tokenizer: Tokenizer, changes: Iterable[Form], variables: dict[str, Any]) -> bool:
+    form = CALLED
+    for change in changes:
+        form = change(form)
+    try:
+        _check_whole(tokenizer, form, variables)
+    except RequestError:
+        return False
+    return True
 
 
 def spelled_out(messages: Messages, only: Callable[[Mapping[str, Any]], bool] | None = None) -> Messages:
@@ -81,7 +119,8 @@ def _call_text(function: Mapping[str, Any]) -> str:
     """Return a call as text; one whose arguments are no object, as a limit cuts them, as it was written."""
     name, given = function["name"], function["arguments"]
     if isinstance(given, str):
-        return f"{HERMES.opens}{name}{HERMES.middle}{given}{HERMES.closes.removeprefix('}')}"
+        closes = HERMES.closes if is_json(given) else HERMES.closes.removeprefix("}")
+        return f"{HERMES.opens}{name}{HERMES.middle}{given}{closes}"
     return HERMES.write(name, given)
 
 
@@ -98,13 +137,14 @@ def _check_whole(tokenizer: Tokenizer, messages: Messages, variables: dict[str, 
     """Render the conversation with marks in place of its texts, and raise RequestError if one is left out."""
     marked = [_marked(message, place) for place, message in enumerate(messages)]
     text = tokenizer.chat_text([message for message, _ in marked], **variables)
+    shown = set(MARKS.findall(text))
     for place, (message, marks) in enumerate(marked):
-        if any(mark not in text for mark in marks):
+        if not shown.issuperset(marks):
             raise RequestError(
                 f"the chat template leaves out messages[{place}], whose role is {shortened(message['role'])}",
                 remedy="leave it out, or tell it in another message",
             )
-    if "None" in text and any(message.get("content", "") is None for message, _ in marked):
+    if "None" in text and any(message.get("content") is NULL for message, _ in marked):
         named = tokenizer.chat_text(_without_null([message for message, _ in marked]), **variables)
         if named.count("None") < text.count("None"):
             raise RequestError("the chat template writes None for a content that is null")
@@ -113,7 +153,7 @@ def _check_whole(tokenizer: Tokenizer, messages: Messages, variables: dict[str, 
 def _marked(message: Mapping[str, Any], place: int) -> tuple[dict[str, Any], list[str]]:
     """Return a message with marks as its content and as the arguments of its calls, and the marks."""
     made, marks = dict(message), []
-    if (message.get("content") or "").strip():
+    if isinstance(content := message.get("content"), str) and content.strip():
         marks.append(MARK.format(place))
         made["content"] = marks[0]
     arguments: list[object] = []
@@ -134,9 +174,17 @@ def _as_it_is(messages: Messages) -> Messages:
     return messages
 
 
+def _null_as(content: object, messages: Messages) -> Messages:
+    """Return messages with another content where they have calls alone."""
+    absent = (None, NULL)
+    return [
+        {**each, "content": content} if each.get("tool_calls") and each.get("content") in absent else each
+        for each in messages
+    ]
+
+
 def _without_null(messages: Messages) -> Messages:
-    """Return messages with an empty content where they have none."""
-    return [{**each, "content": ""} if each.get("content", "") is None else each for each in messages]
+    return _null_as("", messages)
 
 
 def _arguments_in_text(messages: Messages) -> Messages:
@@ -181,7 +229,7 @@ def _results_answered(messages: Messages) -> Messages:
 def _calls_apart(messages: Messages) -> Messages:
     """Return messages whose calls follow what was said beside them as a message of their own."""
     made: Messages = []
-    for message in _short_ids(messages):
+    for message in messages:
         if _says_and_calls(message):
             made.append({key: value for key, value in message.items() if key != "tool_calls"})
             message = {**message, "content": None}
@@ -268,15 +316,27 @@ def _paragraphs(*texts: str | None) -> str:
 
 
 # What may change: of what stands first the least.
-CALLS: tuple[Form, ...] = (
-    _as_it_is,
-    _short_ids,
-    _calls_apart,
-    partial(spelled_out, only=_says_and_calls),
-    spelled_out,
+OF_CALLS: tuple[tuple[Form, ...], ...] = (
+    (_as_it_is, _short_ids),
+    (_as_it_is, _arguments_in_text),
+    (partial(_null_as, NULL), _without_null),
 )
-ARGUMENTS: tuple[Form, ...] = (_as_it_is, _arguments_in_text)
-NULLS: tuple[Form, ...] = (_as_it_is, _without_null)
-SYSTEMS: tuple[Form, ...] = (_as_it_is, _system_first, _system_told)
-ANSWERS: tuple[Form, ...] = (_as_it_is, _results_answered)
+CHANGES: tuple[tuple[Form, ...], ...] = (
+    (_as_it_is, _calls_apart, partial(spelled_out, only=_says_and_calls), spelled_out),
+    (_as_it_is, _results_answered),
+    (_as_it_is, _system_first, _system_told),
+)
 NARROWER: tuple[Form, ...] = (_one_call_a_turn, _one_message_a_turn, _without_system)  # one after another
+# A conversation with one call, and the changes with which each template was found to tell it.
+CALLED: Messages = [
+    {"role": "user", "content": "asked"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"at": "x"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "answered"},
+]
+_calls_as: WeakKeyDictionary[ChatTemplate, dict[str, tuple[Form, ...]]] = WeakKeyDictionary()

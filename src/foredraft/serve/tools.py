@@ -8,7 +8,7 @@ way of Nous Research's Hermes. Calls are constrained to what the tool's schema a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
@@ -126,11 +126,15 @@ class Tools:
             chosen = _named(functions, choice.allowed_tools.tools)
             required = choice.allowed_tools.mode == "required"
         written = written_by(tokenizer)
-        return cls(
+        found = cls(
             functions, chosen, {each.name: _fitted(each) for each in chosen}, required=required,
             parallel=parallel is not False and not isinstance(choice, NamedChoice),
             format=written or HERMES, described=written is not None, special=special_in(written, tokenizer),
         )  # fmt: skip
+        for each in chosen:
+            if each.strict:
+                check_held(f"the tool {each.name!r}", found._left_out(each.name), "tools")
+        return found
 
     def reader(self) -> CallReader:
         schemas = {name: each.schema for name, each in self.schemas.items()}
@@ -281,8 +285,14 @@ def fitted_schema(
         raise invalid(param, f"the schema of {subject} {error}") from None
     except RecursionError:
         raise invalid(param, f"the schema of {subject} is nested too deeply") from None
-    if strict and fitted.left_out:
-        places = ", ".join(fitted.left_out[:MAX_PLACES])
+    if strict:
+        check_held(subject, fitted.left_out, param)
+    return fitted
+
+
+def check_held(subject: str, left_out: Sequence[str], param: str) -> None:
+    """Raise Problem unless the grammar of something strict holds its whole schema."""
+    if left_out:
+        places = ", ".join(left_out[:MAX_PLACES])
         says = f"{subject} is strict, but its schema has what is not supported: {places}"
         raise invalid(param, f"{says}; leave that out, or strict")
-    return fitted
