@@ -64,6 +64,13 @@ def test_what_a_template_takes_is_told_as_it_is() -> None:
     assert list(forms([USER])) == [[USER]]
 
 
+def test_a_wrong_request_teaches_nothing_about_a_template() -> None:
+    own = tokenizer(NATIVE.replace("ARGUMENTS", AS_TEXT))
+    with pytest.raises(RequestError):
+        chat_text(own, messages_of([USER, CALLS, *RESULTS]), {"unread": 1})
+    assert "(read {})" in chat_text(own, messages_of([USER, CALLS, *RESULTS]), {})
+
+
 def test_forms_are_few_however_long_the_conversation() -> None:
     late = {"role": "system", "content": "late"}
     turns = [USER, {**CALLS, "content": "I look"}, *RESULTS, late, USER, late]

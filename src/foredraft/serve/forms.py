@@ -72,11 +72,12 @@ def calls_as(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]
     chat = tokenizer.chat
     if chat is None or not any(message.get("tool_calls") for message in messages):
         return ()
-    found = _calls_as.setdefault(chat, {})
-    source = chat.source(with_tools="tools" in variables)
+    found, with_tools = _calls_as.setdefault(chat, {}), "tools" in variables
+    source = chat.source(with_tools=with_tools)
+    known = {"tools": TOOLS} if with_tools else {}  # not those of a request, which may be wrong
     if source not in found:
         found[source] = next(
-            (each for each in product(*OF_CALLS) if _tells(tokenizer, each, variables)), (_as_it_is,)
+            (each for each in product(*OF_CALLS) if _tells(tokenizer, each, known)), (_as_it_is,)
         )
     return found[source]
 
@@ -327,7 +328,17 @@ CHANGES: tuple[tuple[Form, ...], ...] = (
     (_as_it_is, _system_first, _system_told),
 )
 NARROWER: tuple[Form, ...] = (_one_call_a_turn, _one_message_a_turn, _without_system)  # one after another
-# A conversation with one call, and the changes with which each template was found to tell it.
+# A tool, a conversation with one call of it, and the changes with which each template was found to tell it.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "F",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
 CALLED: Messages = [
     {"role": "user", "content": "asked"},
     {
