@@ -166,6 +166,12 @@ def test_the_grammar_allows_calls_and_no_others(format: CallFormat, special: dic
         assert matcher(free).try_consume_tokens(ids) == len(ids)
         ids = tokens(f"{format.first}{format.opens}none", {})  # the letters of a call, by whatever tokens
         assert matcher(free).try_consume_tokens(ids) < len(ids)
+    if format.payload == "gemma":
+        begun = tokens(f'{format.opens}look{format.middle}q:<|"|>a', special)
+        ids = [*begun, *tokens('<|"|>b', {})]
+        closed = not special  # its letters close a text only where no token does
+        assert (matcher(required).try_consume_tokens(ids) == len(ids) - 1) is closed
+        assert matcher(required).try_consume_tokens(ids[:-1]) == len(ids) - (1 if closed else 2)
 
 
 @pytest.mark.parametrize("special", [IDS, {}], ids=["special tokens", "texts"])

@@ -71,10 +71,17 @@ def test_a_wrong_request_teaches_nothing_about_a_template() -> None:
     assert "(read {})" in chat_text(own, messages_of([USER, CALLS, *RESULTS]), {})
 
 
+def test_a_result_without_an_id_gets_no_name() -> None:
+    nameless = {**CALLS, "tool_calls": [{**call("", "read"), "id": None}]}
+    *_, last = messages_of([USER, nameless, {"role": "tool", "content": "first"}])
+    assert "name" not in last
+
+
 def test_forms_are_few_however_long_the_conversation() -> None:
     late = {"role": "system", "content": "late"}
     turns = [USER, {**CALLS, "content": "I look"}, *RESULTS, late, USER, late]
     assert len(list(forms([SYSTEM, *turns * 3]))) <= 96
+    assert len(list(forms([SYSTEM, USER, {"role": "assistant", "content": "yes"}, USER]))) <= 2
 
 
 def test_neighbours_of_one_role_become_one() -> None:
