@@ -230,7 +230,7 @@ BOTH: dict[str, Any] = {
 }  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((path, {name: value}, "") for path in (CHAT, TEXT) for name, value in BOTH.items()),
-    (TEXT, {"temperature": -1}, ""), (TEXT, {"temperature": "hot"}, ""), (TEXT, {"top_p": 0}, ""), (TEXT, {"n": 0}, ""),
+    (TEXT, {"temperature": -1}, ""), (TEXT, {"temperature": "hot"}, ""), (TEXT, {"top_p": -1}, ""), (TEXT, {"n": 0}, ""),
     (TEXT, {"n": True}, ""), (TEXT, {"max_tokens": -1}, ""), (TEXT, {"min_tokens": 99}, ""), (TEXT, {"stop": [""]}, ""),
     (TEXT, {"stop": 3}, ""), (TEXT, {"logit_bias": {"x": 1}}, ""), (TEXT, {"logit_bias": {"999999": 1}}, ""),
     (TEXT, {"logit_bias": {"9" * 5000: 1}}, ""), (TEXT, {"regex": "[a-"}, ""), (TEXT, {"logprobs": 21}, ""),
@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": None}, "messages: Input should be a valid list"), (CHAT, {"messages": "x"}, ""), (CHAT, {"messages": []}, ""),
     (CHAT, {"messages": [3]}, ""), (CHAT, {"messages": [{"role": "user", "content": 3}]}, ""),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, ""),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}]}, ""),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": 5}}]}]}, ""),
     (CHAT, {"tools": 5}, "tools: Input should be a valid list"), (CHAT, {"tools": [{"type": "retrieval"}]}, ""),
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function: Field required"), (CHAT, {"tools": [ONE] * 2}, ""), (CHAT, {"tools": [ONE] * 130}, ""),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, ""),
