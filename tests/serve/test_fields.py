@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": None}, "messages: Input should be a valid list"), (CHAT, {"messages": "x"}, ""), (CHAT, {"messages": []}, ""),
     (CHAT, {"messages": [3]}, ""), (CHAT, {"messages": [{"role": "user", "content": 3}]}, ""),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, ""),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": 5}}]}]}, ""),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, ""),
     (CHAT, {"tools": 5}, "tools: Input should be a valid list"), (CHAT, {"tools": [{"type": "retrieval"}]}, ""),
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function: Field required"), (CHAT, {"tools": [ONE] * 2}, ""), (CHAT, {"tools": [ONE] * 130}, ""),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, ""),

@@ -361,7 +361,10 @@ def put(start: int, kind: str, value: int) -> Callable[[bytes], bytes]:
         (lambda data: data[:-100], "ends within tensor"),
         (lambda data: data.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"), "tensor 'blk.0.ffn_up.weight' twice"),
         (lambda data: data.replace(b"bos_token_id", b"eos_token_id"), "ggml.eos_token_id' twice"),
-        (lambda data: data.replace(b"llama", b"lxama"), "has the architecture 'lxama', which is not supported"),
+        (
+            lambda data: data.replace(b"llama", b"lxama"),
+            "has the architecture 'lxama', which is not supported",
+        ),
     ],
 )
 def test_a_broken_container_is_refused(
