@@ -279,24 +279,27 @@ class CallReader:
                 self.calls.append(self._call)
                 events.append((self._call, ""))
         except NoCall:
-            end, parser = None, _Nothing(self._format, self._schemas)
-        if self._call is not None:
-            if end is None and ended:
-                parser.cut(self._text)
-            if more := parser.arguments[len(self._call.arguments) :]:
-                self._call.arguments += more
-                events.append((self._call, more))
-            if end is None:
-                return False
-            self._text, self._state, self._follows_call = self._text[end:], "after", True
-            return True
-        if not isinstance(parser, _Nothing) and end is None:
+            return self._no_call(events)
+        if self._call is None:
             if not ended:
                 return False
             if self._cut and parser.begins(self._text):  # a beginning of a call is no content
                 self._text = ""
                 return False
-        self._listed, self._state = False, "content"  # no call after all
+            return self._no_call(events)
+        if end is None and ended:
+            parser.cut(self._text)
+        if more := parser.arguments[len(self._call.arguments) :]:
+            self._call.arguments += more
+            events.append((self._call, more))
+        if end is None:
+            return False
+        self._text, self._state, self._follows_call = self._text[end:], "after", True
+        return True
+
+    def _no_call(self, events: list[Event]) -> bool:
+        """Take what begins as a call does for content."""
+        self._listed, self._state = False, "content"
         self._text = self._before + self._text
         self._show(events, max(1, len(self._before)))
         return True
@@ -316,7 +319,10 @@ class Parser:
         self._at = 0  # where the arguments begin, and then what was read of them
 
     def read(self, text: str) -> int | None:
-        """Return where the call ends, before what closes it; None while it is open; it may raise NoCall."""
+        """Return where the call ends, before what closes it; None while it is open.
+
+        It may raise NoCall as long as the name is not known.
+        """
         if self.name is None:
             head = self.format.head.match(text[:LONGEST_HEAD])
             if head is None:
@@ -335,10 +341,6 @@ class Parser:
 
     def cut(self, text: str) -> None:
         """Take what the arguments have at the end of a text that does not end the call."""
-
-
-class _Nothing(Parser):
-    """No call."""
 
 
 class JsonParser(Parser):
@@ -429,8 +431,7 @@ class ElementsParser(Parser):
                 value = value.removeprefix("\n")
             if after.startswith("\n"):
                 value = value.removesuffix("\n")
-            said = f"{json.dumps(opened['key'], ensure_ascii=False)}: {self._value(opened['key'], value)}"
-            self.arguments += f"{', ' if self.arguments else '{'}{said}"
+            self._add(opened["key"], self._value(opened["key"], value))
             self._at += end + len(after.strip())
 
     def _opened(self, text: str) -> re.Match[str] | None:
@@ -440,9 +441,12 @@ class ElementsParser(Parser):
     def cut(self, text: str) -> None:
         rest = text[self._at :]
         if (opened := self._opened(rest)) is not None:
-            value = json.dumps(rest[opened.end() :].removeprefix("\n"), ensure_ascii=False)[:-1]
-            key = json.dumps(opened["key"], ensure_ascii=False)
-            self.arguments += f"{', ' if self.arguments else '{'}{key}: {value}"
+            value = json.dumps(rest[opened.end() :].removeprefix("\n"), ensure_ascii=False)
+            self._add(opened["key"], value[:-1])
+
+    def _add(self, key: str, value: str) -> None:
+        between = ", " if self.arguments else "{"
+        self.arguments += f"{between}{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self, key: str, text: str) -> str:
         """Return a value as JSON: text where the schema admits text, or where it is nothing else."""
