@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import foredraft
 from foredraft.model.chat import ChatTemplate
-from foredraft.serve.calls import LLAMA, CallFormat
+from foredraft.serve.call_formats import LLAMA, CallFormat
 from foredraft.serve.tools import written_by
 from tests.serve.routes import CHAT, MESSAGE, RESPONSES, post
 from tests.serve.test_histories import streamed

@@ -17,7 +17,8 @@ from foredraft.constraints.grammar import Grammars
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.call_formats import HERMES, LLAMA, MISTRAL, CallFormat
+from foredraft.serve.calls import CallReader
 from foredraft.serve.completions import ChatReply
 from foredraft.serve.messages import MessageReply
 from foredraft.serve.replies import Event, Reply, Sample

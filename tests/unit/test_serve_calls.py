@@ -16,11 +16,12 @@ pytest.importorskip("fastapi")
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from foredraft.serve import calls
+from foredraft.serve import call_formats
+from foredraft.serve.call_formats import FORMATS, CallFormat
 from foredraft.serve.call_grammar import CallGrammar, unheld
-from foredraft.serve.calls import FORMATS, CallFormat, CallReader, is_object
+from foredraft.serve.calls import CallReader, is_object
 
-NAMES = {id(value): name for name, value in vars(calls).items() if isinstance(value, CallFormat)}
+NAMES = {id(value): name for name, value in vars(call_formats).items() if isinstance(value, CallFormat)}
 every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: NAMES[id(format)])
 RECORD = {
     "type": "object",
@@ -204,11 +205,15 @@ def test_what_a_grammar_does_not_hold_is_named() -> None:
         "type": "object", "title": "T", "minProperties": 1,
         "properties": {"a": {"type": "string", "pattern": "x"}, "b": {"type": "integer", "minimum": 3}},
     }  # fmt: skip
-    assert [*unheld(calls.QWEN, schema)] == ["minProperties", "properties.a.pattern"]
-    assert [*unheld(calls.GEMMA, schema)] == ["minProperties", "properties.a.pattern", "properties.b.minimum"]
-    assert [*unheld(calls.HERMES, schema)] == [*unheld(calls.MINISTRAL, schema)] == []
+    assert [*unheld(call_formats.QWEN, schema)] == ["minProperties", "properties.a.pattern"]
+    assert [*unheld(call_formats.GEMMA, schema)] == [
+        "minProperties",
+        "properties.a.pattern",
+        "properties.b.minimum",
+    ]
+    assert [*unheld(call_formats.HERMES, schema)] == [*unheld(call_formats.MINISTRAL, schema)] == []
     inner = {"items": {"type": ["string", "null"], "minLength": 2}, "additionalProperties": {}}
-    assert [*unheld(calls.GEMMA, inner)] == ["additionalProperties", "items.type", "items.minLength"]
+    assert [*unheld(call_formats.GEMMA, inner)] == ["additionalProperties", "items.type", "items.minLength"]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +222,9 @@ def test_what_a_grammar_does_not_hold_is_named() -> None:
 )  # fmt: skip
 def test_a_value_of_an_element_is_text_only_where_it_is_nothing_else(text: str, value: object) -> None:
     element = f"<tool_call>\n<function=any>\n<parameter=p>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    [(_, given)], _ = read(calls.QWEN, element)
+    [(_, given)], _ = read(call_formats.QWEN, element)
     assert json.loads(given) == {"p": value}
-    [(_, given)], _ = read(calls.QWEN, element.replace("=any", "=look").replace("=p>", "=q>"))
+    [(_, given)], _ = read(call_formats.QWEN, element.replace("=any", "=look").replace("=p>", "=q>"))
     assert json.loads(given) == {"q": text}
 
 
@@ -232,8 +237,8 @@ def test_a_value_of_an_element_is_text_only_where_it_is_nothing_else(text: str, 
     ],
 )  # fmt: skip
 def test_a_value_whose_schema_admits_text_is_text(schema: dict[str, Any], text: str, value: object) -> None:
-    reader = CallReader(calls.QWEN, {"f": {"properties": {"p": schema}}})
-    reader.read(calls.QWEN.write("f", {"p": text}))
+    reader = CallReader(call_formats.QWEN, {"f": {"properties": {"p": schema}}})
+    reader.read(call_formats.QWEN.write("f", {"p": text}))
     assert json.loads(reader.calls[0].arguments) == {"p": value}
 
 
@@ -247,8 +252,8 @@ def test_a_value_whose_schema_admits_text_is_text(schema: dict[str, Any], text: 
 )
 def test_arguments_of_gemma_are_json_and_end_outside_texts(given: str, arguments: str) -> None:
     text = f"<|tool_call>call:look{{{given}}}<tool_call|> Bye."
-    assert read(calls.GEMMA, text) == read(calls.GEMMA, text, range(1, len(text)))
-    assert read(calls.GEMMA, text) == ([("look", arguments)], "Bye.")
+    assert read(call_formats.GEMMA, text) == read(call_formats.GEMMA, text, range(1, len(text)))
+    assert read(call_formats.GEMMA, text) == ([("look", arguments)], "Bye.")
 
 
 @every_format
@@ -260,4 +265,4 @@ def test_a_call_that_a_limit_cut_keeps_what_was_written(format: CallFormat) -> N
 
 def test_null_as_the_arguments_of_a_call_is_an_empty_object() -> None:
     text = '<tool_call>{"name": "stop", "arguments": null}</tool_call>'
-    assert read(calls.HERMES, text) == ([("stop", "{}")], "")
+    assert read(call_formats.HERMES, text) == ([("stop", "{}")], "")

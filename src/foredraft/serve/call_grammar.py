@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foredraft.constraints.grammar import WHITE_SPACE
-from foredraft.serve.calls import QUOTE, CallFormat, admits
+from foredraft.serve.call_formats import QUOTE, CallFormat
+from foredraft.serve.calls import admits
 from foredraft.serve.schemas import ANNOTATIONS
 
 Schema = Mapping[str, Any]

@@ -1,8 +1,7 @@
-"""Calls: the ways in which models write them, as data, and the reader of calls in a text that grows.
+"""Calls: the reader of calls in a text that grows, one parser for each way of writing arguments.
 
-A model writes calls as its chat template tells those of earlier turns. So a way fits a template if the calls
-that the template tells are read as these calls; where none does, the template does not describe the tools.
-However a text is cut into pieces, it has the same calls.
+A way of writing fits a template if the calls that the template tells are read as these calls; where none
+does, the template does not describe the tools. However a text is cut into pieces, it has the same calls.
 """
 
 from __future__ import annotations
@@ -14,139 +13,13 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from foredraft.decode.thinking import overlap
+from foredraft.serve.call_formats import ID_LENGTH, QUOTE, CallFormat, Payload, loose
 
-ID_LENGTH = 9  # letters and digits, as Mistral's template asks
 BETWEEN = " \t\r\n,;"  # characters from one call of a list to the next
 LONGEST_HEAD = 1024  # characters from a marker to the arguments: names have at most 128
-Payload: TypeAlias = Literal["object", "json", "elements", "gemma"]
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """A way in which models write calls: the texts around the name and the arguments of each."""
-
-    opens: str  # before the name
-    middle: str  # from the name to the arguments
-    closes: str  # after the arguments
-    first: str = ""  # before the first call
-    between: str = ""  # from one call to the next
-    last: str = ""  # after the last call
-    # what begins a call wherever it stands; "": calls begin the text
-    marker: str = ""
-    # how arguments are written: as JSON within an object that has the name, too; as JSON; as an element each;
-    # in Gemma's own way
-    payload: Payload = "json"
-    element: tuple[str, str, str] = ("", "", "")  # before the key, from the key to its value, after the value
-    id: str = ""  # before an id between name and arguments
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call; its arguments are texts, where they are not JSON."""
-        before, key, after = self.element
-        match self.payload:
-            case "elements":
-                given = "".join(f"{before}{each}{key}{text}{after}" for each, text in arguments.items())
-            case "gemma":
-                given = ",".join(f"{each}:{QUOTE}{text}{QUOTE}" for each, text in arguments.items())
-            case _:
-                given = json.dumps(arguments, ensure_ascii=False)
-        return f"{self.opens}{name}{self.middle}{given}{self.closes}"
-
-    @cached_property
-    def head(self) -> re.Pattern[str]:
-        """What stands between a marker and the arguments."""
-        opens = _loose(self.opens.removeprefix(self.marker))
-        id = rf"(?:{_loose(self.id)}\w*)?" if self.id else ""
-        follows = {"json": r"\{", "elements": f"{_inner(self.element[0])}|{_inner(self.closes)}"}
-        behind = f"(?={follows.get(self.payload, '')})"
-        return re.compile(rf"{opens}(?P<name>[\w.\-]+)(?=[^\w.\-]){id}{_loose(self.middle)}{behind}")
-
-    @property
-    def closing(self) -> str:
-        """What follows a call that has a marker."""
-        return (self.closes.removeprefix("}") if self.payload == "object" else self.closes).strip()
-
-    @property
-    def is_list(self) -> bool:
-        """Whether only the first call has a marker."""
-        return bool(self.marker) and not self.opens.startswith(self.marker)
-
-    @property
-    def noise(self) -> tuple[str, ...]:
-        """What stands around all calls, and is neither a call nor content."""
-        return () if self.is_list else tuple(filter(None, (self.first.strip(), self.last.strip())))
-
-
-def _object(opens: str = "", closes: str = "", *, key: str = "arguments", **more: Any) -> CallFormat:
-    return CallFormat(f'{opens}{{"name": "', f'", "{key}": ', f"}}{closes}", payload="object", **more)
-
-
-# Nous Research's Hermes; Qwen 2.5 and 3.
-HERMES = _object("<tool_call>\n", "\n</tool_call>", between="\n", marker="<tool_call>")
-LLAMA = _object(between="; ", key="parameters")  # Llama 3.1 and later
-# https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.3
-MISTRAL = _object(first="[TOOL_CALLS] [", between=", ", last="]", marker="[TOOL_CALLS]")
-# https://huggingface.co/ibm-granite/granite-3.3-8b-instruct
-GRANITE = _object(first="<|tool_call|>[", between=", ", last="]", marker="<|tool_call|>")
-# https://huggingface.co/mistralai/Ministral-3-8B-Instruct-2512
-MINISTRAL = CallFormat("[TOOL_CALLS]", "[ARGS]", "", marker="[TOOL_CALLS]")
-# https://huggingface.co/google/gemma-4-E4B-it
-GEMMA = CallFormat("<|tool_call>call:", "{", "}<tool_call|>", marker="<|tool_call>", payload="gemma")
-# https://huggingface.co/mistralai/Mistral-Small-3.2-24B-Instruct-2506
-SMALL = CallFormat("[TOOL_CALLS]", "[ARGS]", "", marker="[TOOL_CALLS]", id="[CALL_ID]")
-# https://huggingface.co/deepseek-ai/DeepSeek-V3.1, and R1 of May 2025
-DEEPSEEK = CallFormat(
-    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", first="<｜tool▁calls▁begin｜>",
-    last="<｜tool▁calls▁end｜>", marker="<｜tool▁call▁begin｜>",
-)  # fmt: skip
-DEEPSEEK_R1 = CallFormat(
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>",
-    first="<｜tool▁calls▁begin｜>", between="\n", last="<｜tool▁calls▁end｜>", marker="<｜tool▁call▁begin｜>",
-)  # fmt: skip
-
-
-def _elements(opens: str, middle: str, closes: str, *element: str, **more: Any) -> CallFormat:
-    assert len(element) == 3
-    return CallFormat(opens, middle, closes, payload="elements", element=element, **more)
-
-
-# https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, and Qwen 3.5 and later
-QWEN = _elements(
-    "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "<parameter=", ">\n", "\n</parameter>\n",
-    between="\n", marker="<tool_call>",
-)  # fmt: skip
-# https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
-SEED = _elements(
-    "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "<parameter=", ">",
-    "</parameter>\n", between="\n", marker="<seed:tool_call>",
-)  # fmt: skip
-# https://huggingface.co/zai-org/GLM-4.5-Air, and GLM-4.7-Flash
-GLM = _elements(
-    "<tool_call>", "\n", "</tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n",
-    between="\n", marker="<tool_call>",
-)  # fmt: skip
-GLM_DENSE = _elements(
-    "<tool_call>", "", "</tool_call>", "<arg_key>", "</arg_key><arg_value>", "</arg_value>",
-    marker="<tool_call>",
-)  # fmt: skip
-# https://huggingface.co/MiniMaxAI/MiniMax-M2
-MINIMAX = _elements(
-    '<invoke name="', '">\n', "</invoke>", '<parameter name="', '">', "</parameter>\n",
-    first="<minimax:tool_call>\n", between="\n", last="\n</minimax:tool_call>", marker="<invoke",
-)  # fmt: skip
-# https://huggingface.co/openbmb/MiniCPM5-1B
-MINICPM = _elements(
-    '<function name="', '">', "</function>", '<param name="', '">', "</param>", between="\n",
-    marker="<function",
-)  # fmt: skip
-FORMATS = (
-    HERMES, QWEN, SEED, GLM, GLM_DENSE, MINIMAX, MINICPM, GEMMA, GRANITE, SMALL, MINISTRAL, MISTRAL,
-    DEEPSEEK_R1, DEEPSEEK, LLAMA,
-)  # fmt: skip
-
 Schema: TypeAlias = Mapping[str, Any]
 
 
@@ -359,6 +232,7 @@ class JsonParser(Parser):
 
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+KEYS = ("arguments", "parameters")
 BEGINNING = '{"name":"'  # of every call that is an object, white space aside
 
 
@@ -399,9 +273,6 @@ class ObjectParser(Parser):
         return any(head.startswith(given) for head in heads)
 
 
-KEYS = ("arguments", "parameters")
-
-
 CDATA = "<![CDATA["  # before texts that some templates escape so
 
 
@@ -436,7 +307,7 @@ class ElementsParser(Parser):
 
     def _opened(self, text: str) -> re.Match[str] | None:
         before, key, _ = self.format.element
-        return re.match(rf"\s*{_inner(before)}(?P<key>[^<>\"\n]{{1,128}}?){_inner(key)}", text)
+        return re.match(rf"\s*{loose(before)}(?P<key>[^<>\"\n]{{1,128}}?){loose(key)}", text)
 
     def cut(self, text: str) -> None:
         rest = text[self._at :]
@@ -459,9 +330,6 @@ class ElementsParser(Parser):
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
                     return json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
-
-
-QUOTE = '<|"|>'  # around texts in Gemma's calls
 
 
 class GemmaParser(Parser):
@@ -506,15 +374,6 @@ def _gemma_arguments(text: str) -> str:
 PARSERS: dict[Payload, type[Parser]] = {
     "object": ObjectParser, "json": JsonParser, "elements": ElementsParser, "gemma": GemmaParser,
 }  # fmt: skip
-
-
-def _loose(text: str) -> str:
-    """Return a pattern of a text with any white space where it has some, and before and behind it."""
-    return rf"\s*{_inner(text)}\s*" if text.strip() else r"\s*"
-
-
-def _inner(text: str) -> str:
-    return r"\s*".join(map(re.escape, text.split()))
 
 
 class ObjectScan:

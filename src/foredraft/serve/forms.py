@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import NULL, ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.calls import HERMES, ID_LENGTH, is_json
+from foredraft.serve.call_formats import HERMES, ID_LENGTH
+from foredraft.serve.calls import is_json
 
 Messages: TypeAlias = list[dict[str, Any]]
 Form: TypeAlias = Callable[[Messages], Messages]

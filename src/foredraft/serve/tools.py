@@ -19,16 +19,9 @@ from foredraft.constraints.grammar import check_grammar
 from foredraft.errors import RequestError, shortened
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.call_formats import FORMATS, HERMES, ID_LENGTH, CallFormat
 from foredraft.serve.call_grammar import CallGrammar, unheld
-from foredraft.serve.calls import (
-    FORMATS,
-    HERMES,
-    ID_LENGTH,
-    CallFormat,
-    CallReader,
-    ParsedToolCall,
-    parsed_object,
-)
+from foredraft.serve.calls import CallReader, ParsedToolCall, parsed_object
 from foredraft.serve.forms import Messages, chat_text, spelled_out
 from foredraft.serve.problems import invalid
 from foredraft.serve.schemas import Fitted, broken, fit
