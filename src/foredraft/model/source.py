@@ -29,9 +29,8 @@ class ModelSource:
     """The source that a checkpoint's folder is."""
 
     loras: tuple[tuple[str, Path], ...] = ()  # those that are merged: their names, for display; their folders
-    merge: Callable[[Opened, ExitStack, torch.dtype], Opened] | None = (
-        None  # gives the tensors that they change
-    )
+    # gives the tensors that they change
+    merge: Callable[[Opened, ExitStack, torch.dtype], Opened] | None = None
     _base: ModelSource | None = None  # the source without LoRAs
     renamed = False  # tensors have the decoder's names, whatever the family's are
 

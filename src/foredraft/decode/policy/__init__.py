@@ -61,9 +61,8 @@ class Policy:
     siblings: int = 0  # leaves beside the drafted tokens in each token tree
     # `may_draw` and `go_on` are called. Each call costs a [B]-sized read of the device.
     stops_by_content: bool = False
-    target_signal: Signal | None = (
-        None  # which confidence of the target `learn` gets; None spares computing it
-    )
+    # which confidence of the target `learn` gets; None spares computing it
+    target_signal: Signal | None = None
     # The policy chooses among drafters by their cost. A drafter then reads a text only once it is chosen, and
     # `Candidates` tell what it has not read and how confident it is.
     uses_costs: bool = False

@@ -18,9 +18,8 @@ from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
 
 DISTINCT_OUTPUTS = 512  # outputs of a probing weight that differ; the others repeat them
-AMPLITUDE = (
-    1000.0  # of queries and keys, the attention scale included: the rounding of scores must move the softmax
-)
+# of queries and keys, the attention scale included: the rounding of scores must move the softmax
+AMPLITUDE = 1000.0
 
 
 class ProductProbe:
