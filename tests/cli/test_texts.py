@@ -50,11 +50,10 @@ def test_a_comparison_keeps_no_texts(cli: Cli) -> None:
 @pytest.mark.heavy
 def test_a_conversation_saves_texts_however_it_is_left(chatty: list[str], tmp_path: Path) -> None:
     file = tmp_path / "texts"
-    texts = ["--drafter", "suffix", "--recent-texts", "1", "--texts-file", str(file)]
+    texts = ["--drafter", "suffix", "--policy", "fixed", "--recent-texts", "1", "--texts-file", str(file)]
     with TerminalSession(*chatty, *GREEDY, *texts, all_shown=True) as session:
         for line in ("Hello\n", "/clear\n", "Hello\n"):
             session.type(line)
-        session.wait_for("mean accepted length")  # a busy machine may show a prompt twice
         session.interrupt()
         session.interrupt()
         code, _ = session.wait()
