@@ -18,8 +18,10 @@ from foredraft.doctor.teacher_forced import block_drafts, head_drafts, read_text
 from foredraft.drafters.block_drafter import load_block
 from foredraft.drafters.eagle3 import Eagle3Head, load_eagle3
 from foredraft.drafters.heads import writing
-from foredraft.drafters.heads.configs import layers_of, read_block, read_eagle3
-from foredraft.drafters.heads.record import HEAD, BlockRecord, HeadRecord
+from foredraft.drafters.heads.block_configs import layers_of, read_block
+from foredraft.drafters.heads.configs import read_eagle3
+from foredraft.drafters.heads.record import BlockRecord, HeadRecord
+from foredraft.drafters.heads.tensors import HEAD
 from foredraft.drafters.heads.writing import (
     llama_body,
     qwen3_body,

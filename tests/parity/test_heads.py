@@ -15,8 +15,9 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.bench.measurement import measure_costs
 from foredraft.decode.policy import Fixed
-from foredraft.drafters.assets import is_dflash, is_dspark, is_eagle3
-from foredraft.drafters.heads.configs import read_block, read_eagle3
+from foredraft.drafters.head_kinds import head_kind
+from foredraft.drafters.heads.block_configs import read_block
+from foredraft.drafters.heads.configs import read_eagle3
 from foredraft.drafters.heads.record import draft_ids
 from tests.support.checkpoints import reference_model
 from tests.support.coded import loading_by
@@ -100,7 +101,7 @@ def check_parity(format: str, by: str = "kernels", **head: Any) -> None:
         for text, drafted, logits in record.drafts:
             want = define(folder / format, model(), text, drafted).float()[: len(logits)]
             torch.testing.assert_close(torch.stack(logits), want, rtol=2e-3, atol=2e-3)
-            assert want[0].isfinite().sum() == form.get("draft_vocab", V)
+            assert want[0].isfinite().sum() == form.get("draftable", form.get("draft_vocab", V))
     lengths = [len(logits) for _, _, logits in record.drafts]
     assert len(lengths) > 12 and (not block or lengths.count(most) > 12)
 
@@ -123,7 +124,7 @@ def test_every_format_is_found_and_read(tmp_path: Path) -> None:
     found = {}
     for format in BY_DRAFTER["eagle3"]:
         folder = save_head(tmp_path / format, format, V)
-        assert is_eagle3(folder)
+        assert head_kind(folder) == "eagle3"
         found[format] = read_eagle3(folder).record
     assert found["speculators"].planned == 4 and found["speculators"].verifier == "some/target"
     assert not found["whole"].own_head and found["whole"].draft_vocab_size == V
@@ -134,11 +135,12 @@ def test_every_format_of_a_block_is_found_and_read(tmp_path: Path) -> None:
     found = {}
     for drafter, format in [(name, each) for name in ("dflash", "dspark") for each in BY_DRAFTER[name]]:
         folder = save_head(tmp_path / format, format, V)
-        assert (is_dflash(folder), is_dspark(folder)) == (drafter == "dflash", drafter == "dspark")
-        assert not is_eagle3(folder)
+        assert head_kind(folder) == drafter
         found[format.removeprefix("block ")] = read_block(folder).record
     assert {name: record.drafts for name, record in found.items()} == {
-        "z-lab": 3, "scaled": 3, "speculators": 3, "anchored": 4, "deepspec": 4, "gated": 4, "rnn": 3,
+        "z-lab": 3, "scaled": 3, "speculators": 3, "dflash 2": 3, "dflash 2 of speculators": 3,
+        "windows of modelopt": 3, "anchored": 4, "deepspec": 4, "modelopt": 4, "specforge": 4, "gated": 4,
+        "rnn": 3,
     }  # fmt: skip
     assert found["speculators"].planned == 3 and found["speculators"].verifier == "some/target"
     assert found["scaled"].target_layers == LAYERS

@@ -40,6 +40,7 @@ def definition_of(format: str) -> Callable[..., Tensor]:
     """
     kinds: dict[str, Callable[..., Tensor]] = {
         "eagle3": defined_eagle3,
+        "p-eagle": defined_p_eagle,
         "eagle": defined_eagle,
         "medusa": defined_medusa,
     }
@@ -57,9 +58,11 @@ class Weights(dict[str, Tensor]):
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self[f"{name}.weight"]
 
     def mlp(self, x: Tensor, layer: str) -> Tensor:
-        y = self.rms(x, f"{layer}.post_attention_layernorm")
+        return x + self.gated(self.rms(x, f"{layer}.post_attention_layernorm"), layer)
+
+    def gated(self, y: Tensor, layer: str) -> Tensor:
         gate, up, down = (self[f"{layer}.mlp.{each}_proj.weight"].T for each in ("gate", "up", "down"))
-        return x + (torch.nn.functional.silu(y @ gate) * (y @ up)) @ down
+        return (torch.nn.functional.silu(y @ gate) * (y @ up)) @ down
 
     def projected(self, x: Tensor, name: str) -> Tensor:
         return x @ self[f"{name}.weight"].T + self.get(f"{name}.bias", 0)
@@ -79,8 +82,7 @@ def defined_eagle3(
     weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     config = json.loads((folder / "config.json").read_text())
-    body = body_of(config)
-    w = Weights(folder, body["rms_norm_eps"], weights)
+    w = Weights(folder, body_of(config)["rms_norm_eps"], weights)
     aux_layers = config.get(AUX_IDS)
     if "eagle_config" in config:
         aux_layers = [layer + 1 for layer in config["eagle_config"][AUX_IDS]]
@@ -92,28 +94,52 @@ def defined_eagle3(
     if config.get("norm_before_fc"):
         wide = w.rms(wide, "input_norm")
     states = list(wide @ w["fc.weight"].T)
-    embedding = w.get("embed_tokens.weight", model.model.embed_tokens.weight.detach())
-    head = w.get("lm_head.weight", model.lm_head.weight.detach())
     found: list[Tensor] = []
-    first = "midlayer" if "midlayer.hidden_norm.weight" in w else "layers.0"
     for step in range(len(drafted) + 1):
-        e, g = embedding[torch.tensor([*text[1:], *drafted[:step]])], torch.stack(states)
-        normed = w.rms(g, f"{first}.hidden_norm")
-        x = normed if config.get("norm_before_residual") else g
-        entering = torch.cat([w.rms(e, f"{first}.input_layernorm"), normed], -1)
-        for index in range(body["num_hidden_layers"]):
-            name = f"layers.{index}" if index else first
-            if index:
-                entering = w.rms(x, f"{name}.input_layernorm")
-            x = w.mlp(x + attention(w, f"{name}.self_attn", body, entering), name)
+        x = _eagle3_layers(w, config, model, [*text[1:], *drafted[:step]], torch.stack(states))
         last = w.rms(x[-1], "norm")
         states.append(last if config.get("norm_output") else x[-1])
-        found.append(head @ last)
+        found.append(last)
+    return _eagle3_logits(w, config, model, torch.stack(found))
+
+
+def _eagle3_layers(w: Weights, config: dict[str, Any], model: Any, tokens: list[int], g: Tensor) -> Tensor:
+    """Return what leaves the layers of an EAGLE-3 head, of all pairs of tokens and states."""
+    body = body_of(config)
+    embedding = w.get("embed_tokens.weight", model.model.embed_tokens.weight.detach())
+    first = "midlayer" if "midlayer.hidden_norm.weight" in w else "layers.0"
+    normed = w.rms(g, f"{first}.hidden_norm")
+    x = normed if config.get("norm_before_residual") else g
+    entering = torch.cat([w.rms(embedding[torch.tensor(tokens)], f"{first}.input_layernorm"), normed], -1)
+    for index, name in enumerate((first, *(f"layers.{n}" for n in range(1, 9)))):
+        if f"{name}.self_attn.q_proj.weight" not in w:
+            break
+        if index:
+            entering = w.rms(x, f"{name}.input_layernorm")
+        x = w.mlp(x + attention(w, f"{name}.self_attn", body, entering), name)
+    return x
+
+
+def _eagle3_logits(w: Weights, config: dict[str, Any], model: Any, normed: Tensor) -> Tensor:
+    logits = normed @ w.get("lm_head.weight", model.lm_head.weight.detach()).T
     model.float()
-    logits = torch.stack(found)
     if "d2t" in w:
-        logits = everywhere(logits, torch.arange(len(w["d2t"])) + w["d2t"].long(), body["vocab_size"])
+        ids = torch.arange(len(w["d2t"])) + w["d2t"].long()
+        logits = everywhere(logits, ids, body_of(config)["vocab_size"])
     return logits
+
+
+def defined_p_eagle(folder: Path, model: Any, text: list[int], drafted: list[int]) -> Tensor:
+    config = json.loads((folder / "config.json").read_text())
+    if (folder / "peagle_config.json").exists():
+        config |= json.loads((folder / "peagle_config.json").read_text())
+    w, own = Weights(folder, body_of(config)["rms_norm_eps"]), aux_states_of(model, text)
+    wide = torch.cat([own[k][:-1] for k in config.get(AUX_IDS) or AUX], -1)
+    masks = w["mask_hidden"].view(1, -1).expand(len(drafted), -1)
+    mask = next(config[key] for key in ("mask_token_id", "ptd_token_id") if key in config)
+    g = torch.cat([wide, masks]) @ w["fc.weight"].T
+    x = _eagle3_layers(w, config, model, [*text[1:], *[mask] * len(drafted)], g)
+    return _eagle3_logits(w, config, model, w.rms(x[len(text) - 2 :], "norm"))
 
 
 def defined_eagle(folder: Path, model: Any, text: list[int], drafted: list[int]) -> Tensor:
@@ -172,9 +198,16 @@ def defined_block(
     for index in range(body["num_hidden_layers"]):
         name = f"layers.{index}"
         full = "layer_types" not in body or body["layer_types"][index] == "full_attention"
-        window = None if full else body["sliding_window"]
+        window = None if full and not told["all windows"] else body["sliding_window"]
         entering = w.rms(x, f"{name}.input_layernorm")
-        x = w.mlp(x + _block_attention(w, f"{name}.self_attn", told, window, context, entering), name)
+        if told["taps"]:
+            enters, leaves = _convolutions(w, f"{name}.attention_conv", entering)
+            x = x + leaves(_block_attention(w, f"{name}.self_attn", told, window, context, enters(entering)))
+            entering = w.rms(x, f"{name}.post_attention_layernorm")
+            enters, leaves = _convolutions(w, f"{name}.mlp_conv", entering)
+            x = x + leaves(w.gated(enters(entering), name))
+        else:
+            x = w.mlp(x + _block_attention(w, f"{name}.self_attn", told, window, context, entering), name)
     x = w.rms(x, "norm")
     ids = torch.arange(len(w["d2t"])) + w["d2t"].long() if "d2t" in w else torch.arange(len(embedding))
     head = w["lm_head.weight"] if "lm_head.weight" in w else model.lm_head.weight.detach()[ids]
@@ -187,18 +220,55 @@ def defined_block(
         before = [text[-1], *drafted] if told["anchored"] else [text[-1], text[-1], *drafted]
         logits += _biases(w, told["form"], torch.tensor(before[: len(logits)]), x)
     model.float()
+    if told["candidates"]:
+        logits = _selected(w, told["candidates"], [*drafted], text[-1], x[1:], logits[1:])
+        return logits[: len(drafted) + 1]
     return everywhere(logits, ids, len(embedding))[0 if told["anchored"] else 1 :]
 
 
+def _convolutions(w: Weights, name: str, x: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    """Return what convolves the input of a sub-layer and its output, one channel after the other."""
+    base = w[f"{name}.base_kernel"]
+    taps, size = base.shape[1:]
+    added = (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, taps, -1)
+    group = size // added.shape[-1]
+
+    def along(which: int, y: Tensor) -> Tensor:
+        out = torch.zeros_like(y)
+        for slot in range(len(y)):
+            for tap in range(min(taps, slot + 1)):
+                for channel in range(size):
+                    kernel = base[which, tap, channel] + added[slot, which, tap, channel // group]
+                    out[slot, channel] += kernel * y[slot - tap, channel]
+        return out
+
+    return [lambda y: along(0, y), lambda y: along(1, y)]
+
+
+def _selected(
+    w: Weights, candidates: int, drafted: list[int], anchor: int, x: Tensor, logits: Tensor
+) -> Tensor:
+    """Return the logits of slots, of the likeliest ids alone, by the token before each."""
+    hidden = x @ w["candidate_selector.hidden_projection.weight"].T
+    found = []
+    for slot, before in zip(range(len(logits)), [anchor, *drafted], strict=False):
+        ids = logits[slot].topk(candidates).indices
+        context = w["candidate_selector.predecessor_codebook"][before] * hidden[slot]
+        scores = logits[slot][ids] + w["candidate_selector.successor_codebook"][ids] @ context
+        found.append(everywhere(scores, ids, len(logits[slot])))
+    return torch.stack(found)
+
+
 def _biases(w: Weights, form: str, before: Tensor, x: Tensor) -> Tensor:
-    inner, state, found = w["markov_head.markov_w1.weight"][before], torch.zeros(RANK).double(), []
+    prefix = "" if "markov_w1.weight" in w else "markov_head."
+    inner, state, found = w[f"{prefix}markov_w1.weight"][before], torch.zeros(RANK).double(), []
     for slot, e in enumerate(inner):
         if form == "gated":
-            e = w.projected(torch.cat([x[slot], e]), "markov_head.gate_proj").sigmoid() * e
+            e = w.projected(torch.cat([x[slot], e]), f"{prefix}gate_proj").sigmoid() * e
         if form == "rnn":
-            keep, new, e = w.projected(torch.cat([state, e, x[slot]]), "markov_head.joint_proj").chunk(3)
+            keep, new, e = w.projected(torch.cat([state, e, x[slot]]), f"{prefix}joint_proj").chunk(3)
             state, e = keep.sigmoid() * state + (1 - keep.sigmoid()) * new.tanh(), e.tanh()
-        found.append(w["markov_head.markov_w2.weight"] @ e)
+        found.append(w[f"{prefix}markov_w2.weight"] @ e)
     return torch.stack(found)
 
 
@@ -232,19 +302,20 @@ def _block_attention(
 def told_by(config: dict[str, Any]) -> dict[str, Any]:
     """Return what a block's config says, whatever its format: auxiliary layers by their states, the rest by one name each."""
     section, spec = config.get("dflash_config", {}), "speculators_model_type" in config
-    both = {**config, **section}
+    both = {**config, **section, **config.get("dspark_config", {})}
     if spec:
         aux = config[BLOCK_IDS]
         anchored = config.get("sample_from_anchor", config["speculators_model_type"] == "dspark")
     else:
         ids = both.get("target_layer_ids", [1, 4])  # of 2 layers over LAYERS: round(1 + i * (LAYERS - 4))
-        aux, anchored = [layer + 1 for layer in ids], config["architectures"] == ["Qwen3DSparkModel"]
+        aux, anchored = [layer + 1 for layer in ids], "markov_rank" in both
     return {
         "aux": aux, "anchored": anchored, "mask": both.get("mask_token_id"), "block": both.get("block_size"),
         "rank": both.get("markov_rank", 0), "form": both.get("markov_head_type"), "spec": spec,
-        "free": config.get("sliding_window_non_causal", config.get("is_causal") is False),
+        "free": config.get("sliding_window_non_causal", both.get("causal", config.get("is_causal")) is False),
         "in": both.get("input_embedding_scale", 1.0), "out": both.get("output_multiplier", 1.0),
-        "cap": both.get("final_logit_softcapping"),
+        "cap": both.get("final_logit_softcapping"), "taps": both.get("conv_kernel_size", 0),
+        "candidates": both.get("selector_top_k", 0), "all windows": both.get("use_swa"),
     }  # fmt: skip
 
 

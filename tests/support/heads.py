@@ -38,6 +38,11 @@ DEEPSPEC = {
     "target_layer_ids": [-1, 2, 4], "markov_rank": RANK, "markov_head_type": "vanilla",
     "enable_confidence_head": True, "confidence_head_with_markov": True, "num_target_layers": LAYERS,
 }  # fmt: skip
+DFLASH_2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 4}
+MODELOPT = {  # keys of an `eagle_config` that change nothing
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+    "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 4, "use_aux_hidden_state": True,
+}  # fmt: skip
 SCALED = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
 SMALLER: dict[str, Any] = {"draft_vocab": DRAFT_VOCAB}
 MAPPED = {**SMALLER, "t2d": True}
@@ -54,7 +59,19 @@ BY_DRAFTER: dict[str, dict[str, dict[str, Any]]] = {
         "qwen3": {
             **WITH_EMBEDDING, "spec": {"norm_output": True, "fc_norm": True, AUX_IDS: [2, 4, 5, 7]}, "body": QWEN3,
         },
+        "modelopt": {"keys": {"eagle_config": {**MODELOPT, AUX_IDS: []}, "num_hidden_layers": 36, "model_type": "phi3"}},
         "deep": {**SMALLER, "spec": {AUX_IDS: None}, "body": {"num_hidden_layers": 2, "attention_bias": True}},
+    },
+    "p-eagle": {
+        "p-eagle speculators": {
+            **WITH_EMBEDDING, "spec": {"norm_before_residual": True, AUX_IDS: [1, 3, 6], "mask_token_id": 7},
+            "body": {**QWEN3, "num_hidden_layers": 2},
+        },
+        "p-eagle specforge": {
+            **SMALLER, "keys": {"architectures": ["PEagleDraftModel"]}, "body": {"num_hidden_layers": 2},
+            "beside": {"mask_token_id": 9, "num_depths": 6, "norm_before_residual": True, "down_sample_ratio": 0.8},
+        },
+        "p-eagle amazon": {"keys": {"ptd_token_id": 3}},
     },
     "eagle": {
         "eagle-1": {"bias": True, "embedding": True},
@@ -81,6 +98,21 @@ BY_DRAFTER: dict[str, dict[str, dict[str, Any]]] = {
             "section": {"mask_token_id": 4, "block_size": BLOCK, **SCALED},
         },
         "block speculators": {**MAPPED, "spec": {BLOCK_IDS: [1, 3, 6]}, "body": SLIDING, "head": True},
+        "block dflash 2": {
+            "keys": {"architectures": ["DFlash2DraftModel"], "is_causal": False}, "body": SLIDING,
+            "draftable": 4, "section": {
+                "block_size": BLOCK, "mask_token_id": 4, "target_layer_ids": [0, 3], **DFLASH_2,
+            },
+        },
+        "block dflash 2 of speculators": {
+            "spec": {BLOCK_IDS: [1, 3], **DFLASH_2, "conv_kernel_size": 3}, "type": "dflash2", "head": True, "draftable": 4,
+        },
+        "block windows of modelopt": {
+            "keys": {"architectures": ["DFlashDraftModel"], "block_size": BLOCK, "sliding_window": 6},
+            "section": {
+                "mask_token_id": 7, "target_layer_ids": [0, 2, 5], "use_swa": True, "swa_window_size": 6, "causal": False,
+            },
+        },
         "block anchored": {
             **SMALLER, "body": SLIDING,
             "spec": {BLOCK_IDS: [2, 7], "sample_from_anchor": True, "sliding_window_non_causal": True},
@@ -88,6 +120,25 @@ BY_DRAFTER: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dspark": {
         "block deepspec": {"head": True, "embedding": True, "keys": DEEPSPEC},
+        "block modelopt": {
+            "keys": {"architectures": ["DFlashDraftModel"], "block_size": BLOCK}, "bare": True,
+            "section": {
+                "mask_token_id": 7, "target_layer_ids": [0, 2, 5], "projector_type": "dspark", "shift_label": True,
+                "markov_rank": RANK, "markov_head_type": "gated", "use_confidence_head": True,
+            },
+        },
+        "block specforge": {
+            "keys": {
+                "architectures": ["DSparkDraftModel"], "block_size": BLOCK, "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+                "dspark_config": {
+                    "markov_rank": RANK, "markov_head_type": "vanilla", "confidence_head_with_markov": True,
+                    "enable_confidence_head": True, "confidence_head_alpha": 1.0,
+                },
+            },
+            "section": {
+                "mask_token_id": 7, "target_layer_ids": [0, 2, 5], "attention_mode": "gqa", "projector_type": "dspark",
+            },
+        },
         "block gated": {
             **SMALLER, "head": True, "spec": {BLOCK_IDS: [1, 4], "markov_rank": RANK, "markov_head_type": "gated"},
         },
@@ -108,6 +159,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "block gguf": ("block z-lab", {"is_causal": False, **SLIDING}, "F32"),
     "block gguf reduced": ("block speculators", {"sliding_window_non_causal": True}, "F32"),
     "block gguf with a bias": ("block deepspec", {}, "Q8_0"),
+    "block gguf dflash 2": ("block dflash 2", {}, "F32"),
 }
 FORMATS |= {name: FORMATS[plain] for name, (plain, *_) in FILES.items()}
 COMMON: dict[str, dict[str, Any]] = {  # keys of a config in the way of the first project
@@ -154,7 +206,7 @@ class Drawn:
         return torch.randperm(vocabulary, generator=self.random)[:count].sort().values
 
     def outputs(self, form: dict[str, Any], vocabulary: int, draft_vocab: int) -> None:
-        if form.get("head", form["of"] == "eagle3"):
+        if form.get("head", form["of"] in ("eagle3", "p-eagle")):
             self.weights(draft_vocab, D, of="lm_head.weight", scale=2)
         if form.get("embedding"):
             self.weights(vocabulary, D, of="embed_tokens.weight")
@@ -170,13 +222,15 @@ def _of_eagle3(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outpu
     aux_layers = keys.get("eagle_config", keys).get(AUX_IDS) or range(3)
     drawn.weights(D, len(aux_layers) * size, of="fc.weight")
     drawn.norms(D, of="norm")
+    if form["of"] == "p-eagle":
+        drawn.weights(1, 1, len(aux_layers) * size, of="mask_hidden", scale=8)
     if keys.get("norm_before_fc"):
         drawn.norms(len(aux_layers) * size, of="input_norm")
     if keys.get("fc_norm"):
         drawn.norms(size, of=[f"fc_norm.{place}" for place in range(len(aux_layers))])
     first = "layers.0" if "spec" in form else "midlayer"
     drawn.norms(D, of=f"{first}.hidden_norm")
-    for index in range(body["num_hidden_layers"]):
+    for index in range(form.get("body", {}).get("num_hidden_layers", 1)):
         name, entering = (f"layers.{index}", D) if index else (first, 2 * D)
         drawn.layer(name, body, entering, NORMS)
     drawn.outputs(form, body["vocab_size"], outputs)
@@ -207,7 +261,13 @@ def _of_medusa(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outpu
 
 
 def _of_block(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], outputs: int, size: int) -> None:
-    body, own = body_of(config), {**config, **config.get("dflash_config", {})}
+    body, own = (
+        body_of(config),
+        {**config, **config.get("dflash_config", {}), **config.get("dspark_config", {})},
+    )
+    markov, confidence = (
+        ("", "confidence_proj") if form.get("bare") else ("markov_head.", "confidence_head.proj")
+    )
     rank, vocabulary = own.get("markov_rank", 0), body["vocab_size"]
     aux_layers = own.get(BLOCK_IDS) or own.get("target_layer_ids") or range(2)
     drawn.weights(D, len(aux_layers) * size, of="fc.weight")
@@ -216,13 +276,27 @@ def _of_block(drawn: Drawn, form: dict[str, Any], config: dict[str, Any], output
         drawn.layer(f"layers.{index}", body, D, NORMS)
     drawn.outputs(form, vocabulary, outputs)
     if rank:
-        drawn.weights(vocabulary, rank, of="markov_head.markov_w1.weight", scale=2)
-        drawn.weights(outputs, rank, of="markov_head.markov_w2.weight", scale=2)
+        drawn.weights(vocabulary, rank, of=f"{markov}markov_w1.weight", scale=2)
+        drawn.weights(outputs, rank, of=f"{markov}markov_w2.weight", scale=2)
     parts = {
-        "gated": ("markov_head.gate_proj", rank, D + rank),
-        "rnn": ("markov_head.joint_proj", 3 * rank, 2 * rank + D),
-        "vanilla": ("confidence_head.proj", 1, D + rank),  # which the format with this one has
+        "gated": (f"{markov}gate_proj", rank, D + rank),
+        "rnn": (f"{markov}joint_proj", 3 * rank, 2 * rank + D),
+        "vanilla": (confidence, 1, D + rank),  # which the format with this one has
     }
+    if form.get("bare"):
+        drawn.weights(1, D, of=f"{confidence}.weight")
+    if rank := own.get("selector_rank", 0):
+        taps, groups = own["conv_kernel_size"], D // own["conv_group_size"]
+        codebooks = [f"candidate_selector.{each}_codebook" for each in ("predecessor", "successor")]
+        drawn.weights(vocabulary, rank, of=codebooks, scale=3)
+        drawn.weights(rank, D, of="candidate_selector.hidden_projection.weight")
+        for name in [
+            f"layers.{n}.{part}_conv"
+            for n in range(body["num_hidden_layers"])
+            for part in ("attention", "mlp")
+        ]:
+            drawn.weights(2, taps, D, of=f"{name}.base_kernel", scale=4)
+            drawn.weights(2 * taps * groups, D, of=f"{name}.kernel_projection.weight")
     if own.get("markov_head_type") in parts:
         name, rows, columns = parts[own["markov_head_type"]]
         drawn.weights(rows, columns, of=f"{name}.weight")
@@ -254,11 +328,14 @@ def _config_of(
         own = {"block_size": BLOCK, "mask_token_id": 7} if block else {}
         own["architectures"] = ["AnySpeculator" if block else "Eagle3Speculator"]
         own |= {"draft_vocab_size": outputs, **form["spec"]}
-        return speculators_config(form["of"], 3 if block else 4, body, **own)
+        kind = form.get("type", form["of"].replace("-", ""))
+        return speculators_config(kind, 3 if block else 4, body, **own)
     if form["of"] == "medusa":
         return dict(form["keys"])
-    sizes = {"eagle3": {"draft_vocab_size": outputs}, "eagle": {"hidden_size": size}}.get(form["of"], {})
-    written = {**body, **COMMON["block" if block else form["of"]], **form.get("keys", {}), **sizes}
+    eagle3 = {"draft_vocab_size": outputs}
+    sizes = {"eagle3": eagle3, "p-eagle": eagle3, "eagle": {"hidden_size": size}}.get(form["of"], {})
+    common = COMMON["block" if block else "eagle" if form["of"] == "eagle" else "eagle3"]
+    written = {**body, **common, **form.get("keys", {}), **sizes}
     if inner := {**form.get("section", {}), **section}:
         written["dflash_config"] = {key: value for key, value in inner.items() if value is not None}
     return written
@@ -268,13 +345,17 @@ LAYER = {  # the names of a layer's tensors
     "hidden_norm": "attn_norm_2", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 OUTER = {
     "fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
     "input_norm": "enc.output_norm", "hidden_norm": "enc.output_norm", "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }  # fmt: skip
+BARE = {"candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+        "candidate_selector.successor_codebook": "selector_successor.weight"}  # fmt: skip
 
 
 def save_head(
@@ -302,14 +383,18 @@ def save_head(
     form = FORMATS[format]
     outputs = draft_vocab or form.get("draft_vocab", vocabulary)
     written = _config_of(form, vocabulary, outputs, size, section or {}) | (config or {})
-    seeded = {"eagle": (2, 1.0), "medusa": (1,)}  # states of EAGLE recur without a norm
+    seeded = {"eagle": (2, 1.0), "medusa": (1,), "p-eagle": (3,)}  # states of EAGLE recur without a norm
     drawn = Drawn(*seeded.get(form["of"], (0,)))
-    draw = {"eagle3": _of_eagle3, "eagle": _of_eagle, "medusa": _of_medusa}.get(form["of"], _of_block)
+    draw = {"eagle3": _of_eagle3, "p-eagle": _of_eagle3, "eagle": _of_eagle, "medusa": _of_medusa}.get(
+        form["of"], _of_block
+    )
     draw(drawn, form, {"vocab_size": vocabulary, **written}, outputs, size)
     kept = {key: value for key, value in written.items() if value is not None or "spec" in form}
     file = "medusa_lm_head.safetensors" if "medusa_num_heads" in written else FILE
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(kept))
+    if "beside" in form:
+        (place / "peagle_config.json").write_text(json.dumps(form["beside"]))
     stored = {**drawn.tensors, **(tensors or {})}
     save_file({name: t.contiguous() for name, t in stored.items() if t is not None}, place / file)
     return place
@@ -336,6 +421,7 @@ def _save_file(
     if block:
         layers = told.get(BLOCK_IDS) or [layer + 1 for layer in told["target_layer_ids"]]
         own = {"target_layers": layers, "block_size": BLOCK}
+        own |= {key: told[key] for key in DFLASH_2 if key in told}
         own |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
     if "layer_types" in told:
         own["attention.sliding_window"] = told["sliding_window"]
@@ -374,7 +460,12 @@ def _arrays(plain: Path, kind: str, permutes: bool) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, t in stored.items():
         part, _, end = name.replace("midlayer.", "layers.0.").rpartition(".")
-        if part.startswith("layers."):
+        if end == "base_kernel":
+            _, index, part = part.split(".")
+            arrays[f"blk.{index}.{'ffn' if part == 'mlp_conv' else 'attn'}_conv_base"] = t.float().numpy()
+        elif name in BARE:
+            arrays[BARE[name]] = t.float().numpy()
+        elif part.startswith("layers."):
             _, index, part = part.split(".", 2)
             heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KV_HEADS}.get(part) if permutes else None
             values = t.float().numpy()

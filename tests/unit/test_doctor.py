@@ -24,7 +24,8 @@ from foredraft.doctor.teacher_forced import DraftAcceptance, ReadText, block_dra
 from foredraft.drafters.block_drafter import BlockDrafter, load_block
 from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
 from foredraft.drafters.heads import settings as head_asset
-from foredraft.drafters.heads.configs import read_block, read_eagle3
+from foredraft.drafters.heads.block_configs import read_block
+from foredraft.drafters.heads.configs import read_eagle3
 from foredraft.drafters.heads.settings import SETTINGS, HeadSettings, read_settings, write_settings
 from foredraft.loading.inspection import inspect_models
 from tests.parity.test_heads import KEYS, V

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import foredraft
-from foredraft.drafters.assets import EAGLE3_ASSET, is_eagle, is_medusa
+from foredraft.drafters.assets import EAGLE3_ASSET
+from foredraft.drafters.head_kinds import is_eagle, is_medusa
 from foredraft.drafters.heads.configs import read_eagle
 from foredraft.drafters.heads.gguf_files import read_gguf
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings

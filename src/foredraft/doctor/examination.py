@@ -23,6 +23,7 @@ from foredraft.doctor.teacher_forced import (
     head_drafts,
     medusa_drafts,
     model_drafts,
+    p_eagle_drafts,
     read_text,
 )
 from foredraft.drafters.block_drafter import BlockDrafter, load_block
@@ -31,6 +32,7 @@ from foredraft.drafters.eagle3 import Eagle3, load_eagle3
 from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.drafters.medusa import Medusa
+from foredraft.drafters.p_eagle import PEagle, load_p_eagle
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded
 from foredraft.model.locate import resolve
@@ -169,7 +171,11 @@ class HeadKind:
     drafts: Callable[[Any, ReadText, int, int], dict[int, Tensor]]  # gives the logits of drafts on a text
 
 
-HEADS = (HeadKind(Eagle3, load_eagle3, head_drafts), HeadKind(BlockDrafter, load_block, block_drafts))
+HEADS = (
+    HeadKind(PEagle, load_p_eagle, p_eagle_drafts),
+    HeadKind(Eagle3, load_eagle3, head_drafts),
+    HeadKind(BlockDrafter, load_block, block_drafts),
+)
 
 
 def diagnose(

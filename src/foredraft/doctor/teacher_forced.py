@@ -20,6 +20,7 @@ from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.layers import HeadCache
 from foredraft.drafters.heads.record import map_of
 from foredraft.drafters.medusa import MedusaHeads
+from foredraft.drafters.p_eagle import PEagleHead
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Runner, next_chunk
 
@@ -93,22 +94,8 @@ def acceptance_of(drafts: Mapping[int, Tensor], text: ReadText) -> DraftAcceptan
 @torch.inference_mode()
 def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
     """Return a head's logits [K, V] of a draft after each anchor."""
-    record, decoder = head.record, head.target
-    count, spec = len(text.tokens), record.spec
-    cache = KVCache(
-        spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
-    )
-    own_cache = HeadCache.of(spec, cache)
-    draft_vocab = map_of(head.draft_vocab, decoder)
-    states = head.joined(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))  # [n, d]
-    tokens = torch.tensor([text.tokens], device=decoder.device)
-    left = torch.zeros_like(states)
-    for start in range(1, count, 128):
-        stop = min(count, start + 128)
-        columns = head.run(
-            own_cache, tokens[:, start:stop], states[None, start - 1 : stop - 1], [start], [stop - start]
-        )
-        left[start:stop] = columns[0]
+    tokens, own_cache, left = _read_pairs(head, text, length)
+    draft_vocab = map_of(head.draft_vocab, head.target)
     drafts: dict[int, Tensor] = {}
     for anchor in text.anchors(length, most):
         own, chain = left[anchor][None], list[Tensor]()
@@ -119,6 +106,44 @@ def head_drafts(head: Eagle3Head, text: ReadText, length: int, most: int) -> dic
                 recurring = head.recurring(own)[None]
                 own = head.run(own_cache, tokens[:, place + 1 : place + 2], recurring, [place + 1], [1])[0]
         drafts[anchor] = torch.cat(chain)
+    return drafts
+
+
+def _read_pairs(head: Eagle3Head, text: ReadText, length: int) -> tuple[Tensor, HeadCache, Tensor]:
+    """Read all pairs of a text; return its tokens [1, n], the cache, and what the pairs left, [n, d]."""
+    record, decoder = head.record, head.target
+    count, spec = len(text.tokens), record.spec
+    cache = KVCache(
+        spec, 1, count + length, device=decoder.device, dtype=decoder.dtype, blocked=head.kernels is not None
+    )
+    own_cache = HeadCache.of(spec, cache)
+    states = head.joined(torch.cat([text.states[layer] for layer in record.aux_layers or ()], -1))  # [n, d]
+    tokens = torch.tensor([text.tokens], device=decoder.device)
+    left = torch.zeros_like(states)
+    for start in range(1, count, 128):
+        stop = min(count, start + 128)
+        columns = head.run(
+            own_cache, tokens[:, start:stop], states[None, start - 1 : stop - 1], [start], [stop - start]
+        )
+        left[start:stop] = columns[0]
+    return tokens, own_cache, left
+
+
+@torch.inference_mode()
+def p_eagle_drafts(head: PEagleHead, text: ReadText, length: int, most: int) -> dict[int, Tensor]:
+    """Return a head's logits [K, V] of a draft after each anchor."""
+    _, own_cache, left = _read_pairs(head, text, length)
+    draft_vocab, masked = map_of(head.draft_vocab, head.target), head.masked(length - 1)
+    drafts: dict[int, Tensor] = {}
+    for anchor in text.anchors(length, most):
+        slots = left[anchor][None]
+        if masked.count:
+            tokens = torch.full((1, masked.count), masked.token, device=left.device)
+            states = masked.state.expand(1, masked.count, -1)
+            found = head.run(own_cache, tokens, states, [anchor + 1], [masked.count])
+            slots = torch.cat([slots, found[0]])
+        logits = head.logits(slots)
+        drafts[anchor] = logits if draft_vocab is None else draft_vocab.columns(logits)
     return drafts
 
 

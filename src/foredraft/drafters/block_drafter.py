@@ -1,9 +1,11 @@
-"""DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): one pass over a block, then one slot a step.
+"""DFlash (arXiv:2602.06036), DFlash 2, DSpark (arXiv:2607.05147): one pass over a block, then a slot a step.
 
 The target's auxiliary states of a position, joined by `fc` and normed, are its *context*, which every layer
 projects to a key and a value at that position. The queries of a block, the anchor's embedding and masks,
 attend to the contexts before the anchor and to the block's own keys and values. DSpark adds a bias of low
-rank to a slot's logits, from the token before the slot.
+rank to a slot's logits, from the token before the slot. DFlash 2 convolves what enters and what leaves each
+sub-layer along the block, and chooses among the likeliest tokens of a slot by the token before it
+(https://github.com/z-lab/dflash).
 
 The first step of a draft runs the block, which gives the states of all slots; each step gives the logits of
 the next slot. Those of DFlash depend on the text before the draft alone; those of DSpark also on the tokens
@@ -21,14 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.heads.configs import read_block
+from foredraft.drafters.heads.block_configs import read_block
 from foredraft.drafters.heads.layers import HeadBuilder, HeadCache, HeadDrafter, load_head
-from foredraft.drafters.heads.record import JOINTS, MARKOV, BlockRecord, HeadFiles
+from foredraft.drafters.heads.record import BlockRecord
+from foredraft.drafters.heads.tensors import HeadFiles
+from foredraft.drafters.heads.transitions import (
+    Convolution,
+    Markov,
+    Selector,
+    convolutions_of,
+    transition_of,
+)
 from foredraft.drafters.states import WaitingStates, by_row
-from foredraft.model.attention import additive_mask, at_columns, attend, inject
+from foredraft.model.attention import ForwardContext, additive_mask, at_columns, attend, inject
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Layer, finish, project
-from foredraft.model.layers import Product, RMSNorm, soft_cap
+from foredraft.model.decoder import MLP, Decoder, Layer, finish, project
+from foredraft.model.layers import Product, RMSNorm, gate, soft_cap
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
 
@@ -62,44 +72,6 @@ class Projections:
 
 
 @dataclass(frozen=True, slots=True)
-class Markov:
-    """The bias that the token before a slot adds to the slot's logits."""
-
-    form: str  # one of `MARKOV_FORMS`
-    embedding: Tensor  # of the token before, [V, r]
-    output: Product  # from r to the head's draft vocabulary
-    joint: Product | None = None  # the gate, or the cell of the recurrent form; None in the plain form
-
-    @classmethod
-    def of(cls, builder: HeadBuilder, form: str | None) -> Self | None:
-        if form is None:
-            return None
-        embedding, output = (
-            builder.load([f"{MARKOV}.markov_w1.weight"]),
-            builder.linear(f"{MARKOV}.markov_w2"),
-        )
-        return cls(form, embedding, output, builder.linear(JOINTS[form][0]) if form in JOINTS else None)
-
-    def __call__(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the bias [B, draft_vocab] float32 of a slot behind `before`, and the next state [B, r]."""
-        inner = F.embedding(before, self.embedding)
-        if self.form == "gated":
-            assert self.joint is not None
-            inner = self.joint(torch.cat([hidden, inner], -1)).sigmoid() * inner
-        elif self.form == "rnn":
-            assert self.joint is not None
-            state = torch.zeros_like(inner) if state is None else state
-            gate, new, inner = self.joint(torch.cat([state, inner, hidden], -1)).chunk(3, -1)
-            state = torch.lerp(new.tanh(), state, gate.sigmoid())
-            inner = inner.tanh()
-        return self.output(inner).float(), state
-
-    def after(self, before: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return the state after a slot that does not draft; arguments as the call's."""
-        return self(before, hidden, None)[1] if self.form == "rnn" else None
-
-
-@dataclass(frozen=True, slots=True)
 class BlockHead:
     """The weights of a block drafter, beside its target's."""
 
@@ -112,7 +84,9 @@ class BlockHead:
     output: Product  # the head over its draft vocabulary
     draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
     embedding: Tensor | None  # its own embedding [V, d]; None: the target's
-    markov: Markov | None = None  # the bias of the token before; None for none
+    # changes a slot's logits by the token before it; None: nothing does
+    transition: Markov | Selector | None = None
+    convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's two sub-layers, or none
 
     @classmethod
     def of(cls, builder: HeadBuilder) -> Self:
@@ -122,7 +96,7 @@ class BlockHead:
             record=record, target=builder.target, fc=builder.linear("fc"),
             context_norm=builder.norm("hidden_norm"), layers=builder.layers(), norm=builder.norm("norm"),
             output=builder.output(), draft_vocab=builder.draft_vocab, embedding=builder.embedding(),
-            markov=Markov.of(builder, record.markov),
+            transition=transition_of(builder, record), convolutions=convolutions_of(builder, record),
         )  # fmt: skip
 
     def read_as(self, record: BlockRecord) -> BlockHead:
@@ -169,12 +143,27 @@ class BlockHead:
         flat = ids.flatten() if context.real is None else ids.flatten()[context.real]
         x = self.embed(flat)
         for index, layer in enumerate(self.layers):
+            if self.convolutions:
+                x = self._convolved(index, x, context)
+                continue
             attended = attend(spec, index, project(spec, layer.attention, x, None), context)
             x = finish(spec, layer, x, attended, True, None)
         return at_columns(self.norm(x), context.real, batch * record.block).view(batch, record.block, -1)
 
+    def _convolved(self, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+        """Run a layer over whole blocks [N, d], with convolutions around its sub-layers."""
+        spec, layer, (around_attention, around_mlp) = (
+            self.record.spec, self.layers[index], self.convolutions[index],
+        )  # fmt: skip
+        entering, leave = around_attention(cast(RMSNorm, layer.attention.norm)(x), self.record.block)
+        projected = project(spec, replace(layer.attention, norm=None), entering, None)
+        x = x + leave(layer.attention.output(attend(spec, index, projected, context)))
+        mlp = cast(MLP, layer.mlp)
+        entering, leave = around_mlp(cast(RMSNorm, mlp.norm)(x), self.record.block)
+        return x + leave(mlp.down(gate(spec.activation, mlp.gate_up(entering))))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, draft_vocab] float32 of the states of slots, [N, d], without the Markov bias."""
+        """Return logits [N, draft_vocab] float32 of the states of slots, [N, d], whatever is before them."""
         logits, record = self.output(hidden).float(), self.record
         if record.logit_scale != 1:
             logits = logits * record.logit_scale
@@ -234,7 +223,7 @@ class Chain:
         self,
         head: BlockHead,
         hidden: Tensor,  # the normed states of all slots of a block, [B, block, d]
-        count: int,  # the first slots that draft; their logits without a bias come in one product
+        count: int,  # the first slots that draft; their logits come in one product
         anchors: Tensor,  # [B]
     ) -> None:
         self.head, self.hidden, self.first = head, hidden, head.record.first_slot
@@ -242,16 +231,15 @@ class Chain:
         self.logits = head.logits(slots.flatten(0, 1)).view(*slots.shape[:2], -1)  # [B, n, draft V] float32
         self.taken = 0
         self.state: Tensor | None = None
-        if head.markov is not None and self.first:
-            self.state = head.markov.after(anchors, hidden[:, 0])
+        if isinstance(head.transition, Markov) and self.first:
+            self.state = head.transition.after(anchors, hidden[:, 0])
 
     def next(self, before: Tensor) -> Tensor:
         """Return the logits [B, draft_vocab] of the next slot, after the tokens before it, [B]."""
-        logits = self.logits[:, self.taken]
-        if self.head.markov is not None:
+        logits, transition = self.logits[:, self.taken], self.head.transition
+        if transition is not None:
             hidden = self.hidden[:, self.first + self.taken]
-            bias, self.state = self.head.markov(before, hidden, self.state)
-            logits = logits + bias
+            logits, self.state = transition(logits, before, hidden, self.state)
         self.taken += 1
         return logits
 

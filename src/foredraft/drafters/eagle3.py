@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,8 @@ from foredraft.decode.round_draft import pad_rows
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.heads.configs import read_eagle, read_eagle3
 from foredraft.drafters.heads.layers import HeadBuilder, HeadCache, HeadDrafter, PairNorm, load_head
-from foredraft.drafters.heads.record import HeadFiles, HeadRecord
+from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.tensors import HeadFiles
 from foredraft.drafters.states import MAX_WAITING, WaitingStates, keep, kept, states_spec
 from foredraft.model.attention import ForwardContext, at_columns, attend
 from foredraft.model.cache import KVCache
@@ -222,12 +223,22 @@ def load_eagle3(files: HeadFiles[HeadRecord], target: Runner) -> Eagle3Head:
     return head.by_kernels() if target.by_kernels else head
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedPairs:
+    """Pairs behind the pending token's (P-EAGLE)."""
+
+    count: int
+    token: int  # the target's id of each
+    state: Tensor  # of each, [1, d]
+
+
 class Eagle3(HeadDrafter):
     """An autoregressive drafter over an EAGLE-3 head and the target's states."""
 
     name = "eagle3"
     head: Eagle3Head
-    read_folder, load = staticmethod(read_eagle3), staticmethod(load_eagle3)
+    read_folder: Any = staticmethod(read_eagle3)
+    load: Any = staticmethod(load_eagle3)
 
     def __init__(self, target: Runner, cache: KVCache, head: Eagle3Head, planned: int | None = None) -> None:
         super().__init__(target, cache, head, planned, blocked=head.kernels is not None)
@@ -248,7 +259,8 @@ class Eagle3(HeadDrafter):
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         if self._recurring is None:
-            left, drafts = self._first_step(starts, idle)
+            first, drafts = self.first_step(starts, idle)
+            left = first[:, 0]
         else:
             # a text that began with one token has no state before it: its draft goes on from zeros
             drafts = [not is_idle and start > 0 for start, is_idle in zip(starts, idle, strict=True)]
@@ -271,21 +283,30 @@ class Eagle3(HeadDrafter):
         draft, self._recurring = kernels.draft(self._own, inputs, pairs)
         return draft
 
-    def _first_step(self, starts: list[int], idle: list[bool]) -> tuple[Tensor, list[bool]]:
-        """Read all pairs up to the pending tokens; return what the last ones left, and which rows draft."""
+    def first_step(
+        self, starts: list[int], idle: list[bool], masked: MaskedPairs | None = None
+    ) -> tuple[Tensor, list[bool]]:
+        """Read all pairs up to the pending tokens, and masked ones behind them.
+
+        Returns what the last pair and the masked ones left, [B, 1 + masked, d], and which rows draft.
+        """
         unread, first = self._unread(starts, idle)
-        counts = [len(tokens) for tokens in unread]
-        width = max(1, *counts)
+        counts, more = [len(tokens) for tokens in unread], 0 if masked is None else masked.count
+        width = max(1, *counts) + more
         hidden = self.head.record.spec.hidden_size
         states = torch.zeros(len(starts), width, hidden, dtype=self.cache.dtype, device=self.cache.device)
         for row, count in enumerate(counts):
             if count:
                 states[row, :count] = kept(self.states, row, slice(first[row] - 1, first[row] + count - 1))
-        tokens = upload(pad_rows(unread), self.cache.device, torch.int64)
+            if count and masked is not None:
+                states[row, count : count + more] = masked.state
+                unread[row] = [*unread[row], *[masked.token] * more]
+        tokens = F.pad(upload(pad_rows(unread), self.cache.device, torch.int64), (0, width))[:, :width]
         drafts = [count > 0 for count in counts]
-        left = self._run(tokens, states, first, counts)
-        last = upload([max(0, count - 1) for count in counts], left.device)
-        return left[torch.arange(len(counts), device=left.device), last], drafts
+        left = self._run(tokens, states, first, [count and count + more for count in counts])
+        columns = [[max(0, count - 1) + slot for slot in range(1 + more)] for count in counts]
+        rows = torch.arange(len(counts), device=left.device)[:, None]
+        return left[rows, upload(columns, left.device)], drafts
 
     def _unread(self, starts: list[int], idle: list[bool]) -> tuple[list[list[int]], list[int]]:
         """Return each row's tokens up to the pending one whose pairs are unread, and the first's position."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.asset import Found
-from foredraft.drafters.assets import ASSISTANTS
+from foredraft.drafters.head_kinds import ASSISTANTS
 from foredraft.drafters.heads.layers import TimedPass
 from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, ConfigError, Option

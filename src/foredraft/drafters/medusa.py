@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.asset import Found
-from foredraft.drafters.assets import MEDUSA, refuse_pickles
+from foredraft.drafters.head_kinds import MEDUSA, refuse_pickles
 from foredraft.drafters.heads.layers import TimedPass, packed_product
-from foredraft.drafters.heads.record import FLOATS, Headers, draft_ids, map_of
+from foredraft.drafters.heads.record import draft_ids, map_of
+from foredraft.drafters.heads.tensors import FLOATS, Headers
 from foredraft.drafters.states import LastStateReader, states_spec
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.cache import KVCache

@@ -17,9 +17,10 @@ from torch import Tensor
 from foredraft import demo
 from foredraft.bench.contenders import module
 from foredraft.bench.llama_cpp import DTYPES, add_vocabulary, interleaved
-from foredraft.drafters.assets import is_eagle3
+from foredraft.drafters.head_kinds import head_kind
 from foredraft.drafters.heads.configs import OTHERS
-from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, HeadRecord
+from foredraft.drafters.heads.record import HeadRecord
+from foredraft.drafters.heads.tensors import D2T, EMBEDDING, HEAD, T2D
 from foredraft.drafters.heads.writing import (
     StoredHead,
     head_config,
@@ -149,7 +150,7 @@ class Exported:
 
 def export_head(draft: Path, format: str, out: Path, model: str | None = None, **load: Any) -> Exported:
     """Write a head in the format of another engine."""
-    if not is_eagle3(draft):
+    if head_kind(draft) != "eagle3":
         raise ConfigError(
             "which is no EAGLE-3 head", option="draft", value=str(draft), remedy="give a head's folder"
         )
@@ -169,7 +170,7 @@ def export_head(draft: Path, format: str, out: Path, model: str | None = None, *
 
 
 def _is_head(folder: Path) -> bool:
-    return is_eagle3(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE}
+    return head_kind(folder) == "eagle3" and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE}
 
 
 def _folder(head: StoredHead, format: str, target: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -127,6 +127,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         given_by="draft",
     ),
     "eagle3": _head("a trained EAGLE-3 head over its states", "EAGLE3_ASSET"),
+    "p-eagle": _head("a trained P-EAGLE head, which drafts all tokens in one pass", "P_EAGLE_ASSET"),
     "eagle": _head("a trained EAGLE-1 or EAGLE-2 head", "EAGLE_ASSET"),
     "medusa": _head("trained Medusa heads over its last state", "MEDUSA_ASSET"),
     "dflash": _head("a trained DFlash head", "DFLASH_ASSET"),

@@ -20,6 +20,7 @@ from foredraft import demo
 from foredraft.decode.params import SamplingParams, is_number
 from foredraft.decode.policy import Policy
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
+from foredraft.drafters.head_kinds import refuse_unsupported
 from foredraft.errors import CheckpointError, ConfigError, Option, RequestError, did_you_mean
 from foredraft.kinds.compatibility import (
     asset_options,
@@ -296,6 +297,8 @@ def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> st
     """Return the drafter whose asset option `draft` names; None for a whole model."""
     owner = next((name for name, asset in assets.items() if asset.knows(draft)), None)
     option = None if owner is None else DRAFTERS[owner].given_by
+    if owner is None:
+        refuse_unsupported(draft)
     if option not in (None, "draft"):
         raise ConfigError(
             f"which is what drafter {owner} reads", option="draft", value=str(options.draft),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +9,9 @@ from typing import Any
 
 import torch
 
-from foredraft.drafters.assets import is_dflash, is_eagle3
-from foredraft.drafters.heads.configs import (
-    FIRST_LAYERS,
-    MOST_SLOTS,
-    OTHERS,
-    SPECULATORS,
-    layers_of,
-    read_eagle3,
-)
+from foredraft.drafters.head_kinds import head_kind
+from foredraft.drafters.heads.block_configs import MOST_SLOTS, layers_of
+from foredraft.drafters.heads.configs import FIRST_LAYERS, OTHERS, SPECULATORS, read_eagle3
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, default_aux_layers, spread_aux_layers
 from foredraft.drafters.heads.settings import SETTINGS, with_settings
 from foredraft.drafters.heads.writing import (
@@ -47,13 +40,13 @@ from foredraft.train.training_options import DFlashOptions, Eagle3Options
 
 def check_eagle3(options: Eagle3Options, target: Checkpoint, hash: str) -> None:
     """Refuse layers that the target lacks, and a head that cannot go on, without reading weights."""
-    check_out(options.out, partial(_holds_a_head, is_eagle3))
+    check_out(options.out, partial(_holds_a_head, "eagle3"))
     folder = options.from_head
     if folder is None:
         _layers(target.spec, options)
         return
     refused = partial(ConfigError, option="from_head", value=str(folder))
-    if not is_eagle3(folder):
+    if head_kind(folder) != "eagle3":
         raise refused("which holds no EAGLE-3 head", remedy="give the folder of one")
     files, _ = with_settings(read_eagle3(folder), target.spec)
     spec, size = files.record.spec, target.spec.hidden_size
@@ -117,7 +110,7 @@ def _weights(student: Eagle3Student | BlockStudent) -> int:
 
 
 def check_dflash(options: DFlashOptions, target: Checkpoint, hash: str) -> None:
-    check_out(options.out, partial(_holds_a_head, is_dflash))
+    check_out(options.out, partial(_holds_a_head, "dflash"))
     if options.block > MOST_SLOTS:
         raise ConfigError(option="block", value=options.block, remedy=f"give {MOST_SLOTS} or less")
     _layers(target.spec, options)
@@ -165,6 +158,7 @@ def _layers(target: ModelSpec, options: Eagle3Options | DFlashOptions) -> tuple[
     return layers
 
 
-def _holds_a_head(is_kind: Callable[[Path], bool], folder: Path) -> bool:
+def _holds_a_head(kind: str, folder: Path) -> bool:
     """Return whether a folder holds a head of a kind, and nothing besides."""
-    return is_kind(folder) and {file.name for file in folder.iterdir()} <= {CONFIG, SINGLE, SETTINGS}
+    names = {file.name for file in folder.iterdir()}
+    return head_kind(folder) == kind and names <= {CONFIG, SINGLE, SETTINGS}

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from foredraft.drafters.block_drafter import BlockHead, Projections
 from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.layers import HeadBuilder
-from foredraft.drafters.heads.record import D2T, HEAD, BlockRecord, HeadRecord, head_shapes
+from foredraft.drafters.heads.record import BlockRecord, HeadRecord
+from foredraft.drafters.heads.tensors import D2T, HEAD, head_shapes
 from foredraft.drafters.heads.writing import maps_of
 from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project

@@ -11,6 +11,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/src/models/eagle3.cpp 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,19 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.assets import BIAS
-from foredraft.drafters.heads.configs import OF_THE_HEAD, block_record, dflash_2, eagle3_record, layers_of
-from foredraft.drafters.heads.record import (
+from foredraft.drafters.head_kinds import BIAS
+from foredraft.drafters.heads.block_configs import block_record, dflash_2, layers_of
+from foredraft.drafters.heads.configs import OF_EAGLE3, eagle3_record
+from foredraft.drafters.heads.keys import layer_keys
+from foredraft.drafters.heads.record import BlockRecord, HeadRecord, Record
+from foredraft.drafters.heads.tensors import (
+    CODEBOOKS,
     CONFIDENCE,
+    CONVOLVED,
     D2T,
     EMBEDDING,
     FLOATS,
     HEAD,
-    MARKOV,
-    BlockRecord,
+    SELECTOR,
     HeadFiles,
-    HeadRecord,
-    Record,
     checked_shapes,
 )
 from foredraft.errors import CheckpointError
@@ -48,7 +51,8 @@ from foredraft.model.spec import ModelSpec
 AUX_LAYERS = ("target_layers", "extract_layers")  # keys of the layers; the second is older
 OLDER_D2T = "d2t.weight"  # of older converters: ids or offsets, which the values tell
 MASK = "tokenizer.ggml.mask_token_id"
-OF_DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# of the convolutions of DFlash 2
+CONVOLUTION = re.compile(r"blk\.(\d+)\.(attn|ffn)_conv_(?:base|(proj)\.weight)")
 TOLD_BY_TENSORS = ("markov_rank", "confidence_head", "confidence_head_with_markov")
 
 
@@ -62,6 +66,9 @@ class HeadFormat:
 
     def name(self, stored: str) -> str:
         """Return the name that other formats give a tensor; its own if they have none."""
+        if (conv := CONVOLUTION.fullmatch(stored)) is not None:
+            part = "base_kernel" if conv[3] is None else "kernel_projection.weight"
+            return f"layers.{conv[1]}.{CONVOLVED[conv[2] == 'ffn']}.{part}"
         return self.names.get(stored) or (model_name(self.rows, stored) or stored).removeprefix("model.")
 
     def read(self, path: Path, record_of: Callable[[MetadataReader], Record]) -> HeadFiles[Record]:
@@ -94,10 +101,13 @@ DFLASH = HeadFormat(
     {
         "fc.weight": "fc.weight",
         "enc.output_norm.weight": "hidden_norm.weight",
-        BIAS: f"{MARKOV}.markov_w1.weight",
-        "markov_w2.weight": f"{MARKOV}.markov_w2.weight",
-        "conf_proj.weight": f"{CONFIDENCE}.weight",
-        "conf_proj.bias": f"{CONFIDENCE}.bias",
+        BIAS: "markov_head.markov_w1.weight",
+        "markov_w2.weight": "markov_head.markov_w2.weight",
+        "conf_proj.weight": f"{CONFIDENCE[0]}.weight",
+        "conf_proj.bias": f"{CONFIDENCE[0]}.bias",
+        "selector_hidden.weight": f"{SELECTOR}.hidden_projection.weight",
+        "selector_predecessor.weight": CODEBOOKS[0],
+        "selector_successor.weight": CODEBOOKS[1],
         "d2t": D2T,
     },
 )
@@ -122,7 +132,8 @@ def _eagle3(read: MetadataReader) -> HeadRecord:
     }
     aux_layers = aux_layers_of(read)
     with _named(read.file.path):
-        record = eagle3_record(ConfigReader(config), config, OF_THE_HEAD, aux_layers)
+        layers = layer_keys(config, OF_EAGLE3)
+        record = eagle3_record(ConfigReader(config), layers, aux_layers)
     absolute = None if OLDER_D2T in read.file.tensors else True
     return replace(record, layer="layers.0", format="GGUF", absolute_d2t=absolute)
 
@@ -182,9 +193,6 @@ def sizes_of(read: MetadataReader, vocabulary: int) -> dict[str, Any]:
 
 
 def _block(read: MetadataReader) -> BlockRecord:
-    if any(read.has(key) for key in OF_DFLASH_2):
-        path = read.file.path
-        raise dflash_2(f"{path} is a DFlash 2 head, with convolutions and a selector, which is not supported")
     vocabulary, draft_vocab_size = vocabulary_of(read)
     config = sizes_of(read, vocabulary) | {"model_type": DFLASH.rows} | _windows(read)
     bias = read.file.tensors.get(BIAS)
@@ -195,7 +203,8 @@ def _block(read: MetadataReader) -> BlockRecord:
         read.take(key)
     markov = {} if bias is None else {"markov_rank": bias.shape[-1], "markov": "vanilla"}
     return block_record(
-        "GGUF", spec, read, mask, **markov, aux_layers=aux_layers_of(read),
+        "GGUF", spec, lambda key: mask if key == "mask_token_id" else read, **markov,
+        **dflash_2(lambda _: read, spec), aux_layers=aux_layers_of(read),
         target_size=read.count("target_hidden_size", spec.hidden_size), draft_vocab_size=draft_vocab_size,
         from_anchor=read.flag("sample_from_anchor", bias is not None), causal_windows=False,
         absolute_d2t=True,

@@ -15,16 +15,9 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.asset import Found
-from foredraft.drafters.heads.record import (
-    EMBEDDING,
-    HEAD,
-    HeadFiles,
-    HeadRecord,
-    Record,
-    map_of,
-    target_rows,
-)
+from foredraft.drafters.heads.record import HeadRecord, Record, map_of, target_rows
 from foredraft.drafters.heads.settings import described_head, with_settings
+from foredraft.drafters.heads.tensors import EMBEDDING, HEAD, HeadFiles
 from foredraft.drafters.states import WaitingReader
 from foredraft.model.attention import ForwardContext, PassShape, build_context, rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
@@ -248,8 +241,13 @@ class HeadDrafter(WaitingReader):
         return read_gguf(place)
 
     @classmethod
+    def files_for(cls, place: Path, target: Checkpoint) -> HeadFiles[Any]:
+        """Return the head in a place, with what the target tells of it."""
+        return cls.read_files(place)
+
+    @classmethod
     def found(cls, place: Path, target: Checkpoint) -> Found:
-        files, settings = with_settings(cls.read_files(place), target.spec)
+        files, settings = with_settings(cls.files_for(place, target), target.spec)
         record = files.record
         return Found(
             bytes=files.parameters * target.dtype.itemsize, planned=record.planned,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import user_cache
-from foredraft.drafters.heads.record import HeadFiles, Record
+from foredraft.drafters.heads.record import Record
+from foredraft.drafters.heads.tensors import HeadFiles
 from foredraft.errors import CheckpointError, shortened
 from foredraft.files import replacing
 from foredraft.model.config import read_json

@@ -15,19 +15,21 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from foredraft.drafters.assets import DFLASH
+from foredraft.drafters.head_kinds import DFLASH
 from foredraft.drafters.heads.configs import (
     AUX_LAYERS,
     EAGLE,
     FLAGS,
     LAYER,
-    OF_THE_HEAD,
+    OF_EAGLE3,
     SPECULATOR,
     SPECULATORS,
     read_eagle3,
 )
-from foredraft.drafters.heads.record import D2T, EMBEDDING, HEAD, T2D, BlockRecord, HeadRecord, draft_ids
+from foredraft.drafters.heads.keys import layer_keys
+from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
 from foredraft.drafters.heads.settings import with_settings
+from foredraft.drafters.heads.tensors import D2T, EMBEDDING, HEAD, T2D
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
 from foredraft.model.checkpoint import Checkpoint
@@ -177,8 +179,9 @@ def _body(folder: Path, record: HeadRecord) -> dict[str, Any]:
     """Return the config of the layers, with what the settings changed."""
     config = read_json(folder / CONFIG)
     layers = config.get(LAYER) or config
-    own = {name: value for name, value in layers.items() if name not in OF_THE_HEAD}
-    own.setdefault("model_type", "llama")
+    own = layer_keys(layers, OF_EAGLE3)
+    family = "qwen3" if record.spec.head_norms else "llama"
+    own |= {"model_type": family, "num_hidden_layers": record.spec.layers}
     theta, parameters = record.spec.rope.theta, own.get("rope_parameters")
     if isinstance(parameters, dict):
         own["rope_parameters"] = {**parameters, "rope_theta": theta}
