@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import foredraft
 from foredraft.drafters.assets import EAGLE3_ASSET
-from foredraft.drafters.head_kinds import is_eagle, is_medusa
+from foredraft.drafters.head_kinds import head_kind
 from foredraft.drafters.heads.configs import read_eagle
 from foredraft.drafters.heads.gguf_files import read_gguf
 from foredraft.drafters.heads.settings import HeadSettings, read_settings, write_settings
@@ -68,13 +69,19 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle3: a lying count of ids": ("safeailab", {"config": {"draft_vocab_size": 5}},
                                      "but config.json implies [5"),
     "eagle3: not reduced": ("safeailab", {"config": {"draft_vocab_size": 11}}, "but config.json implies [11"),
-    "eagle3: a lying count of layers": ("safeailab", {"config": {"num_hidden_layers": 2}, "tensors": {"layers.1.mlp.up_proj.weight": None}},
-                                        "lacks tensor layers.1."),
+    "eagle3: a missing tensor": ("deep", {"tensors": {"layers.1.mlp.up_proj.weight": None}}, "lacks tensor layers.1."),
     "eagle3: an unknown tensor": ("safeailab", {"tensors": {"extra.weight": torch.ones(2)}},
                                   "tensor extra.weight is not part of"),
     "eagle3: an unknown key": ("safeailab", {"config": {"eagle_config": {"mystery": 1}}}, "mystery = 1 is not known"),
-    "eagle3: another body": ("safeailab", {"config": {"model_type": "gemma2"}},
-                             "model_type 'gemma2' is not supported"),
+    "eagle3: another layer": ("modelopt", {"section": None, "config": {"eagle_config": {"use_mtp_layernorm": True}}},
+                              "use_mtp_layernorm is True; supported are false"),
+    "eagle3: another family's keys": ("safeailab", {"config": {"model_type": "phi3", "partial_rotary_factor": 0.5}},
+                                      "partial_rotary_factor = 0.5 is not supported"),
+    "eagle3: without the target's states": (
+        "safeailab", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}, "use_aux_hidden_state is False"),
+    "p-eagle: a mask token beyond": ("p-eagle amazon", {"config": {"ptd_token_id": V}}, "ptd_token_id is 11"),
+    "p-eagle: a lying state": ("p-eagle amazon", {"tensors": {"mask_hidden": torch.ones(1, 1, 64)}},
+                               "tensor mask_hidden has shape [1, 1, 64], but config.json implies [1, 1, 192]"),
     "eagle3: both norms": ("safeailab", {"config": {"norm_before_fc": True, "fc_norm": True}}, "fc_norm is True"),
     "eagle3: another vocabulary": ("safeailab", {"vocabulary": V + 2},
                                    "for a target of vocabulary 13, but the target's is 11"),
@@ -100,8 +107,20 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "block: a lying rank": ("block gated", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(V, 6)}},
                             "but config.json implies [11, 5]"),
     "block: an unknown key": ("block z-lab", {"section": {"mystery": 1}}, "mystery = 1 is not known"),
-    "block: DFlash 2": ("block z-lab", {"config": {"architectures": ["DFlash2DraftModel"]}}, "a DFlash 2 head"),
-    "block: DFlash 2 in a file": ("block gguf", {"keys": {"selector_rank": 16}}, "is a DFlash 2 head"),
+    "block: groups": ("block dflash 2", {"section": {"conv_group_size": 48}}, "conv_group_size is 48"),
+    "block: groups without taps": ("block z-lab", {"section": {"conv_group_size": 16}}, "conv_group_size is 16"),
+    "block: a rank without candidates": ("block dflash 2", {"section": {"selector_top_k": None}}, "selector_top_k is"),
+    "block: a missing convolution": ("block dflash 2", {"tensors": {"layers.1.mlp_conv.base_kernel": None}},
+                                    "lacks tensor layers.1.mlp_conv.base_kernel"),
+    "block: a lying selector": (
+        "block dflash 2", {"tensors": {"candidate_selector.predecessor_codebook": torch.zeros(V, 6)}},
+        "but config.json implies [11, 5]"),
+    "block: another attention": ("block specforge", {"section": {"attention_mode": "mla"}},
+                                 "attention_mode is 'mla'; supported are gqa"),
+    "block: another projector": ("block specforge", {"section": {"projector_type": "domino"}},
+                                 "projector_type is 'domino'; supported are dflash"),
+    "block: sinks": ("block z-lab", {"section": {"attention_sink_bias": True}}, "attention_sink_bias is True"),
+    "block: DFlash 2 in a file": ("block gguf", {"keys": {"selector_rank": 16}}, "selector_top_k is missing"),
     "block: a lying count of layers in a file": ("block gguf", {"keys": {"target_layers": [1, 3]}},
                                                "tensor fc.weight has shape [64, 192]"),
     "gguf: hidden size": ("gguf", {"keys": {"target_hidden_size": 32}}, "fc.weight has shape [64, 192], but"),
@@ -185,13 +204,80 @@ def test_a_head_of_another_kind_is_refused(
         foredraft.load(target, draft=head, drafter=drafter, device="cpu")
 
 
+UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {  # its config, its tensors, its name
+    "hydra": ({"hydra_num_heads": 4, "model_type": "llama"}, ["hydra_head.0.linear.weight"], "Hydra"),
+    "mtp": ({"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]}, ["mtp_layers.0.input_proj.weight"], "MTP"),
+    "domino": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+        ["fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0"], "Domino",
+    ),
+    "dflare": ({"speculators_model_type": "dflare"}, ["fc.weight", "hidden_norm.weight"], "DFlare"),
+    "lstm": ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, ["speculator.forget_emb.weight"], "LSTM"),
+    "another": ({"speculators_model_type": "xpress"}, ["fc.weight"], "Xpress of speculators"),
+    "eagle3 with heads": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        ["layers.0.hidden_norm.weight", "parallel_draft_heads.0.lm_head.weight"], "EAGLE-3 with Medusa heads",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_head_that_no_drafter_reads_is_refused_by_its_name(
+    target: Path, tmp_path: Path, name: str, here: bool
+) -> None:
+    """Its config tells it where its tensors are not here; that of two of them does not."""
+    config, tensors, kind = UNSUPPORTED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if here:
+        save_file({name: torch.ones(2) for name in tensors}, tmp_path / "model.safetensors")
+    elif name in ("domino", "eagle3 with heads"):
+        assert head_kind(tmp_path) in ("dflash", "eagle3")
+        return
+    check_refused(target, tmp_path, f"holds a head of the kind {kind}, which is not supported")
+
+
+def test_keys_of_the_target_do_not_tell_what_a_head_is(target: Path, tmp_path: Path) -> None:
+    """A config may have the `model_type` and the count of layers of the target, and no architecture."""
+    for format in ("safeailab", "p-eagle amazon", "block z-lab", "block modelopt", "eagle-2"):
+        of = FORMATS[format]["of"]
+        layers = {"layer_types": ["full_attention"] * 40} if format.startswith("block") else {}
+        inherited = {
+            "model_type": "qwen2",
+            "num_hidden_layers": 40,
+            "architectures": ["Qwen2ForCausalLM"],
+            **layers,
+        }
+        head = save_head(tmp_path / format, format, V)
+        config = json.loads((head / "config.json").read_text())
+        (head / "config.json").write_text(json.dumps(config | inherited))
+        assert head_kind(head) == of
+        llm = foredraft.load(target, draft=head, **LOAD)
+        [output] = llm.generate([[1, 2, 3]], foredraft.SamplingParams(max_new_tokens=8, temperature=0))
+        assert llm.default_drafter == of and output.stats.drafted > 0
+
+
+def test_a_p_eagle_head_without_a_mask_token_takes_that_of_its_program(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = save_head(tmp_path / "head", "p-eagle specforge", V)
+    llm = foredraft.load(target, draft=head, **LOAD)
+    drafter: Any = engine_of(llm).drafters["p-eagle"]
+    assert (drafter.head.record.mask_token, drafter.planned) == (9, 6)
+    (head / "peagle_config.json").unlink()
+    llm = foredraft.load(target, draft=head, **LOAD)
+    drafter = engine_of(llm).drafters["p-eagle"]
+    assert (drafter.head.record.mask_token, drafter.planned) == (0, None)
+    assert "names no token for masked slots; token 0 is taken" in caplog.text
+
+
 def test_an_eagle_head_is_told_from_other_folders(target: Path, tmp_path: Path) -> None:
     folder = save_head(tmp_path / "head", "eagle-1", V)
-    assert is_eagle(folder) and read_eagle(folder).record.pair_fc
-    assert not is_eagle(save_head(tmp_path / "eagle3", "safeailab", V)) and not is_eagle(target)
+    assert head_kind(folder) == "eagle" and read_eagle(folder).record.pair_fc
+    assert head_kind(save_head(tmp_path / "eagle3", "safeailab", V)) == "eagle3" and head_kind(target) is None
     whole = tmp_path / "whole"
     reference_model(**{**KEYS, "num_hidden_layers": 1}).save_pretrained(whole)
-    assert not is_eagle(whole)
+    assert head_kind(whole) is None
     assert foredraft.load(target, draft=folder, **LOAD).default_drafter == "eagle"
 
 
@@ -222,7 +308,7 @@ def test_an_older_map_of_a_gguf_head_tells_what_it_holds(tmp_path: Path) -> None
 def test_the_tensors_tell_how_many_medusa_heads_there_are(tmp_path: Path, format: str) -> None:
     form = FORMATS[format]
     folder = save_head(tmp_path / "heads", format, V, config={"base_model_name_or_path": "some/target"})
-    assert is_medusa(folder)
+    assert head_kind(folder) == "medusa"
     files = read_medusa(folder)
     assert len(files.heads) == form["heads"] and files.verifier == "some/target"
     assert {len(head.blocks) for head in files.heads} == {form["blocks"]}

@@ -117,9 +117,8 @@ def head_kind(place: Path) -> str | None:
     for pattern, kind in BY_TENSOR.items():
         if any(re.match(pattern, name) for name in names):
             return kind
-    if names:
-        pairs = names >= PAIRS and FINAL_NORM not in names and (place / CONFIG).is_file()
-        return "eagle" if pairs else None
+    if names >= PAIRS and FINAL_NORM not in names and config:
+        return "eagle"
     return named or _kind_by_config(place, config)
 
 
