@@ -376,10 +376,16 @@ def tiny(format: str) -> LLM:
         if format == "block z-lab":
             more["config"] = {"num_target_layers": None}
             more["section"] = {"target_layer_ids": [0], "mask_token_id": 2}
+        elif format == "block dflash 2":  # its selector chooses among fewer tokens than there are
+            more["section"] = {"target_layer_ids": [-1, 0], "mask_token_id": 2, "selector_top_k": 3}
+            more["config"] = {"num_target_layers": None}
         elif format.startswith("block"):
             more["config"] = {"aux_hidden_state_layer_ids": [0, 2], "mask_token_id": 2}
         elif form["of"] == "eagle3":
             more["config"] = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        elif form["of"] == "p-eagle":
+            more["config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            more["beside"] = {"mask_token_id": 2}
         draft_vocab = 3 if "draft_vocab" in form or format == "block rnn" else None
         save_head(folder / format, format, coded.WORDS, draft_vocab=draft_vocab, **more)
         return heads.load(folder, format, max_batch=8)

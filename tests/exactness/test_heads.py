@@ -38,7 +38,10 @@ MADE = [
     ("eagle-1", "bfloat16", "kernels"),
     ("fasterdecoding", "float32", "operators"),
     ("vllm", "bfloat16", "kernels"),
+    ("p-eagle speculators", "bfloat16", "kernels"),
+    ("p-eagle specforge", "float32", "operators"),
     ("block z-lab", "bfloat16", "kernels"),
+    ("block dflash 2", "float32", "operators"),
     ("block gated", "float32", "operators"),
 ]
 POLICIES = [Fixed(1), Fixed(4), Heuristic(7), Confidence(6, threshold=0.2), NowAndThen(3)]
@@ -70,12 +73,24 @@ def test_a_head_of_nan_leaves_the_text_as_it_is(llm: LLM, plain: list[list[int]]
     heads.check_nan_weights(llm, getattr(weight, "weight", weight), GREEDY, PROMPTS[2:4], plain[2:4])
 
 
-OFTEN = ("specforge", "whole", "eagle-1", "fasterdecoding", "vllm", "block z-lab", "block gated")
+OFTEN = (
+    "specforge",
+    "whole",
+    "p-eagle specforge",
+    "eagle-1",
+    "fasterdecoding",
+    "vllm",
+    "block z-lab",
+    "block gated",
+)
+OFTEN += ("block dflash 2",)
 CONSTRAINED = {
     "block z-lab": "no repeat",
     "specforge": "late ban",
     "vllm": "late ban",
     "block gated": "late ban",
+    "p-eagle specforge": "late ban",
+    "block dflash 2": "no repeat",
 }
 SELDOM = ("specforge", "whole", "block speculators", "block rnn")
 LAWS = [
@@ -119,7 +134,8 @@ CHECKS: dict[str, Callable[[conformance.World, str], None]] = {
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
-    "format", ["specforge", "whole", "eagle-1", "fasterdecoding", "block z-lab", "block gated"]
+    "format",
+    ["specforge", "whole", "p-eagle specforge", "eagle-1", "fasterdecoding", "block z-lab", "block gated"],
 )
 def test_a_rewound_head_equals_a_fresh_one(format: str, check: str) -> None:
     world = conformance.World(functools.partial(heads.tiny, format))

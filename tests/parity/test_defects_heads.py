@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.decode.distribution import Distribution
-from foredraft.drafters.block_drafter import BlockDrafter, BlockHead, Chain, Markov
+from foredraft.drafters.block_drafter import BlockDrafter, BlockHead, Chain
 from foredraft.drafters.draft_model import VocabularyMap
 from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
 from foredraft.drafters.heads.gguf_files import row_order  # imported before any defect is planted
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, draft_ids
+from foredraft.drafters.heads.transitions import Convolution, Markov, Selector
 from foredraft.drafters.medusa import MedusaHeads, load_medusa
+from foredraft.drafters.p_eagle import PEagleHead
 from foredraft.drafters.states import kept
 from foredraft.errors import CheckpointError
 from tests.exactness.matrix import check_distribution, tiny
@@ -97,10 +99,19 @@ head_of_the_slot_before = around(
 )
 state_before_the_last = argument(2, lambda positions: (positions - 1).clamp(min=0))
 ids_as_offsets = around(lambda read, *given, **named: read(*given))
+another_mask = around(
+    lambda masked, *given: (lambda found: replace(found, token=found.token - 1))(masked(*given))
+)
+a_state_of_zeros = around(
+    lambda masked, *given: (lambda found: replace(found, state=found.state * 0))(masked(*given))
+)
+slots_in_another_order = around(
+    lambda step, *given: (lambda left, drafts: (left.flip(1), drafts))(*step(*given))
+)
 
-safeailab, qwen3, residual, eagle_1 = (
+safeailab, qwen3, residual, eagle_1, p_eagle = (
     functools.partial(check_parity, format, "operators")
-    for format in ("safeailab", "qwen3", "residual", "eagle-1")
+    for format in ("safeailab", "qwen3", "residual", "eagle-1", "p-eagle specforge")
 )
 gguf, fasterdecoding = (
     functools.partial(check_parity, "gguf"),
@@ -141,6 +152,11 @@ OF_HEADS = {
         ("EAGLE: the final norm before the head", Eagle3Head.logits, head_normed),
         ("EAGLE: the embedding of the state's token", Eagle3Head.run, token_of_the_state_itself),
     ],
+    p_eagle: [
+        ("P-EAGLE: another token in masked slots", PEagleHead.masked, another_mask),
+        ("P-EAGLE: a state of zeros in masked slots", PEagleHead.masked, a_state_of_zeros),
+        ("P-EAGLE: the slots in another order", Eagle3.first_step, slots_in_another_order),
+    ],
     fasterdecoding: [
         (
             "Medusa: the state before the final norm",
@@ -180,13 +196,26 @@ def contexts_of_accepted_tokens_left_out(
 contexts_a_position_late = argument(3, lambda starts: [start + 1 for start in starts])
 # take the states of a draft's tokens for contexts: the block sees one position more than is committed
 anchor_in_the_context = argument(1, lambda anchors: anchors + 1)
-the_likeliest_token_before = argument(1, torch.zeros_like)
-state_forgotten = argument(3, lambda state: None)
+the_likeliest_token_before = argument(2, torch.zeros_like)
+state_forgotten = argument(4, lambda state: None)
+every_token_chosen = around(lambda sound, chosen, *given: sound(replace(chosen, candidates=64), *given))
+nothing_of_the_slot_before = around(lambda sound, own, x, block: sound(own, x, 1))
+output_as_it_is = around(lambda sound, *given: (sound(*given)[0], lambda y: y))
 q_of_the_next_slot = argument(1, lambda steps: [*steps[1:], steps[0]])
 
-reduced_gguf, z_lab, scaled, speculators, anchored, gated, rnn = (
+reduced_gguf, z_lab, scaled, speculators, anchored, gated, rnn, dflash_2, modelopt = (
     functools.partial(check_parity, f"block {name}")
-    for name in ("gguf reduced", "z-lab", "scaled", "speculators", "anchored", "gated", "rnn")
+    for name in (
+        "gguf reduced",
+        "z-lab",
+        "scaled",
+        "speculators",
+        "anchored",
+        "gated",
+        "rnn",
+        "dflash 2",
+        "modelopt",
+    )
 )
 OF_BLOCKS = {
     reduced_gguf: [("d2t of a file read as offsets", draft_ids, ids_as_offsets, CheckpointError)],
@@ -220,6 +249,13 @@ OF_BLOCKS = {
         ("the state of the bias forgotten", Markov.__call__, state_forgotten),
         ("the anchor's slot left out of the state", Markov.after, lambda after: lambda *given: None),
     ],
+    dflash_2: [
+        ("the choice by another token", Selector.__call__, the_likeliest_token_before),
+        ("every token chosen from", Selector.__call__, every_token_chosen),
+        ("nothing of the slot before", Convolution.__call__, nothing_of_the_slot_before),
+        ("what leaves not convolved", Convolution.__call__, output_as_it_is),
+    ],
+    modelopt: [("slots of a shifted head not shifted", BlockRecord.first_slot, the_other_first_slot)],
     lambda: check_distribution(tiny("block z-lab"), "cold top-k"): [
         ("q of an unreached slot, independent slots", Distribution.along, q_of_the_next_slot)
     ],

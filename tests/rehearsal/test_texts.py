@@ -64,7 +64,7 @@ SHORT = [
     ("other tokenizer", "retokenize", "bias"), ("eagle3", "eagle3", "speculative"), ("eagle3", "eagle3", "ban"),
     ("early exit", "layer-skip", "typical"), ("skipped layers", "layer-skip", "bild"),
     ("eagle", "eagle", "penalties"), ("medusa", "medusa", "regex"), ("medusa", "medusa", "block"), ("eagle", "eagle", "coupled"), ("dflash", "dflash", "speculative"),
-    ("dspark", "dspark", "cuts"), ("adapter", "kangaroo", "greedy"), ("adapter", "kangaroo", "scores"),
+    ("p-eagle", "p-eagle", "speculative"), ("dflash 2", "dflash", "json"), ("dspark", "dspark", "cuts"), ("adapter", "kangaroo", "greedy"), ("adapter", "kangaroo", "scores"),
     ("gemma4", "gemma4-assistant", "cuts"), ("gemma4", "gemma4-assistant", "json"), ("gemma4", "none", "greedy"),
     ("gemma4 unified", "gemma4-assistant", "speculative"),
 ]  # fmt: skip

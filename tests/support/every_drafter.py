@@ -30,6 +30,8 @@ LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "eagle": ({"draft": "eagle", "drafter": "eagle"}, ("eagle",)),
     "medusa": ({"draft": "medusa", "drafter": "medusa"}, ("medusa",)),
     "dflash": ({"draft": "dflash", "drafter": "dflash"}, ("dflash",)),
+    "p-eagle": ({"draft": "p-eagle", "drafter": "p-eagle"}, ("p-eagle",)),
+    "dflash 2": ({"draft": "dflash 2", "drafter": "dflash"}, ("dflash",)),
     "dspark": ({"draft": "dspark", "drafter": "dspark"}, ("dspark",)),
     "early exit": ({"plan": "exit:3"}, ("layer-skip",)),
     "skipped layers": ({"plan": "skip:attn=1/mlp=2"}, ("layer-skip",)),
@@ -54,6 +56,13 @@ def save_models(folder: Path) -> Path:
     save_head(folder / "medusa", "vllm", WORDS)
     save_head(folder / "dflash", "block speculators", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
     save_head(folder / "dspark", "block gated", WORDS, config={"aux_hidden_state_layer_ids": [1, 3]})
+    save_head(folder / "p-eagle", "p-eagle speculators", WORDS, draft_vocab=200, config=AUX)
+    save_head(
+        folder / "dflash 2",
+        "block dflash 2 of speculators",
+        WORDS,
+        config={"aux_hidden_state_layer_ids": [1, 3]},
+    )
     save_adapter(target, folder / "adapter")
     for kind, name in (("shared", "gemma4"), ("unified", "gemma4-unified")):
         own = save_target(folder / name, kind, WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)

@@ -369,6 +369,7 @@ def save_head(
     section: dict[str, Any] | None = None,
     tensors: Any = None,
     keys: dict[str, Any] | None = None,
+    beside: dict[str, Any] | None = None,
 ) -> Path:
     """Write a head in one of FORMATS, for a target's hidden size.
 
@@ -394,7 +395,7 @@ def save_head(
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(kept))
     if "beside" in form:
-        (place / "peagle_config.json").write_text(json.dumps(form["beside"]))
+        (place / "peagle_config.json").write_text(json.dumps({**form["beside"], **(beside or {})}))
     stored = {**drawn.tensors, **(tensors or {})}
     save_file({name: t.contiguous() for name, t in stored.items() if t is not None}, place / file)
     return place

@@ -20,13 +20,21 @@ import foredraft
 from foredraft.cli import main
 from foredraft.doctor import Diagnosis, diagnose, examination, teacher_forced
 from foredraft.doctor.examination import changes
-from foredraft.doctor.teacher_forced import DraftAcceptance, ReadText, block_drafts, head_drafts, read_text
+from foredraft.doctor.teacher_forced import (
+    DraftAcceptance,
+    ReadText,
+    block_drafts,
+    head_drafts,
+    p_eagle_drafts,
+    read_text,
+)
 from foredraft.drafters.block_drafter import BlockDrafter, load_block
 from foredraft.drafters.eagle3 import Eagle3, Eagle3Head, load_eagle3
 from foredraft.drafters.heads import settings as head_asset
 from foredraft.drafters.heads.block_configs import read_block
 from foredraft.drafters.heads.configs import read_eagle3
 from foredraft.drafters.heads.settings import SETTINGS, HeadSettings, read_settings, write_settings
+from foredraft.drafters.p_eagle import PEagle, load_p_eagle
 from foredraft.loading.inspection import inspect_models
 from tests.parity.test_heads import KEYS, V
 from tests.support.checkpoints import reference_model, save_checkpoint
@@ -55,6 +63,8 @@ PLANTED: dict[str, tuple[HeadSettings, str]] = {
     "window": (HeadSettings(window=32), "short"),
     "before the final norm": (HeadSettings(final_norm=False), "eagle-1"),
     "two at once": (HeadSettings(tap_shift=1, norm_before_residual=True), "specforge"),
+    "residual of masked pairs": (HeadSettings(norm_before_residual=True), "p-eagle amazon"),
+    "masked pairs a layer late": (HeadSettings(tap_shift=1), "p-eagle specforge"),
     "slots from the anchor": (HeadSettings(from_anchor=True), "block z-lab"),
     "slots after the anchor": (HeadSettings(from_anchor=False), "block deepspec"),
     "causal slots": (HeadSettings(causal=True), "block gated"),
@@ -87,10 +97,13 @@ def examined(place: Path, head: Path, true: HeadSettings) -> Diagnosis:
     runner, spec = llm.loaded.runner, llm.loaded.spec
     [drafter] = [each for each in engine_of(llm).drafters.values() if isinstance(each, Eagle3 | BlockDrafter)]
     blocks = isinstance(drafter, BlockDrafter)
+    masked = isinstance(drafter, PEagle)
     files: Any = read_block(head) if blocks else drafter.read_files(head)
     record = true.applied(files.record.for_target(spec, "the head"), spec)
-    right: Any = (load_block if blocks else load_eagle3)(replace(files, record=record), runner)
-    drafts, length, most = (head_drafts, examination.LENGTH, examination.MOST)
+    loader: Any = load_block if blocks else load_p_eagle if masked else load_eagle3
+    right: Any = loader(replace(files, record=record), runner)
+    drafts: Any = p_eagle_drafts if masked else head_drafts
+    length, most = examination.LENGTH, examination.MOST
     if blocks:
         drafts, length, most = block_drafts, SLOTS, 10
 
