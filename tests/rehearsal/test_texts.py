@@ -111,7 +111,8 @@ def check(models: tuple[LLM, LLM], params: SamplingParams | list[SamplingParams]
     """Compare texts, and count the waits of rounds in which no graph was captured."""
     host, device = models
     want, replays = texts(host, params, PROMPTS), Graph.replays
-    with costs_of_rounds(device) as costs:
+    scored = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+    with costs_of_rounds(device, scored=scored) as costs:
         assert texts(device, params, PROMPTS) == want, params
     steady = [cost.waits for cost in costs if not cost.captures]
     assert steady and all(1 <= count <= waits for count in steady), (params, steady)
