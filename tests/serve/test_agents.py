@@ -285,6 +285,19 @@ def test_claude_code_s_request_is_answered(served: Served) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+def test_the_start_of_a_message_counts_cached_tokens_as_its_end_does(served: Served) -> None:
+    body = {
+        "model": "demo", "max_tokens": 4, "stream": True, "temperature": 0,
+        "messages": [{"role": "user", "content": "A question that is asked twice, word for word. " * 60}],
+    }  # fmt: skip
+    for cached in (False, True):
+        found = events_of(served.client.post("/v1/messages", json=body).text)
+        start, end = found[0]["message"]["usage"], found[-2]["usage"]
+        assert (end["cache_read_input_tokens"] > 0) == cached
+        names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert [start[name] for name in names] == [end[name] for name in names]
+
+
 def test_claude_code_s_tools_can_be_called(served: Served) -> None:
     choice = {"type": "tool", "name": "TaskCreate"}
     body = CLAUDE_CODE | {"temperature": 0, "tool_choice": choice, "stop_sequences": None}

@@ -141,3 +141,15 @@ def test_variables_that_the_template_does_not_read_are_named(served: Served) -> 
     for wrong in ({"tokenize": False}, {"messages": []}, {"continue_final_message": True}):
         refused = post(served, CHAT, chat_template_kwargs=wrong)
         assert refused.status_code == 400 and min(wrong) in refused.json()["error"]["message"]
+
+
+def test_special_tokens_within_a_marker_are_shown(
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer: Any = llm.loaded.tokenizer
+    id, token = next((id, tokenizer.inner.id_to_token(id)) for id in sorted(tokenizer.special))
+    monkeypatch.setattr(conversation, "FORMS", (ReasoningFormat(OPENS, f"{token}!", sign="assistant"),))
+    bias: dict[str, Any] = {"max_tokens": 3, "logit_bias": {str(id): 100}, "ignore_eos": True}
+    assert message(served, **bias)[0].startswith(token)
+    monkeypatch.setattr(conversation, "FORMS", (ReasoningFormat(OPENS, "!", sign="assistant"),))
+    assert message(served, **bias) == ("", "")

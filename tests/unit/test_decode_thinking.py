@@ -18,12 +18,17 @@ from foredraft.decode import thinking as module
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.decode.thinking import Part, ThinkingMarkers, ThinkingReader
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.conversation import FINAL
 from tests.support.mutation import Mutant, assert_caught, defect
 
 Function = Callable[..., Any]
 THINK = ThinkingMarkers("<think>", "</think>")
 BEGUN = ThinkingMarkers("<think>", "</think>", begun=True)
 GRANITE = ThinkingMarkers("<think>", "</think>", answer=("<response>", "</response>"))
+GEMMA_4 = ThinkingMarkers("<|channel>thought", "<channel|>")
+HARMONY = ThinkingMarkers(
+    "<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{FINAL}", answer=(FINAL, "")
+)
 # How thinking is marked, a text, its thinking and its content.
 TEXTS = {
     "Qwen 3": (THINK, "<think>\nso\n\nit is\n</think>\n\nYes.\n", "so\n\nit is", "Yes.\n"),
@@ -38,7 +43,16 @@ TEXTS = {
     "nothing": (THINK, "", "", ""),
     "Granite": (GRANITE, "<think>so</think>\n<response>Yes</response>", "so", "Yes"),
     "Granite without an answer's markers": (GRANITE, "<think>so</think><resp>", "so", "<resp>"),
-    "Granite without thinking": (GRANITE, "<response>Yes</response>", "", "<response>Yes</response>"),
+    "Granite without thinking": (GRANITE, "<response>Yes</response>", "", "Yes"),
+    "Gemma 4": (GEMMA_4, "<|channel>thought\nso\n<channel|>Yes <channel|>.", "so", "Yes <channel|>."),
+    "Gemma 4, another channel": (GEMMA_4, "<|channel>final\nYes", "", "<|channel>final\nYes"),
+    "gpt-oss": (
+        HARMONY,
+        f"<|channel|>analysis<|message|>so<|end|><|start|>assistant{FINAL}Yes.",
+        "so",
+        "Yes.",
+    ),
+    "gpt-oss without analysis": (HARMONY, f"{FINAL}Yes.", "", "Yes."),
 }
 
 
@@ -98,14 +112,14 @@ WORDS = ("<", "think", ">", "/", "a", "b", "\n", "</", ">b", "\nab", "é")
 def tokenizer() -> Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE({word: id for id, word in enumerate(WORDS)}, []))
     inner.decoder = decoders.Fuse()
-    inner.add_special_tokens(["[THINK]", "[/THINK]"])
+    inner.add_special_tokens(["[THINK]", "[/THINK]", "<|channel>", "<channel|>"])
     return Tokenizer(inner)
 
 
 def stopped(
     thinking: ThinkingMarkers | None, tokens: list[int], stops: list[str]
 ) -> tuple[int, str, str | None]:
-    marks = {} if thinking is None else tokenizer().special_ids(thinking.markers)
+    marks = {} if thinking is None else tokenizer().special_within(thinking.markers)
     buffer = TextBuffer(tokenizer().detokenizer, stops, thinking=thinking, marks=marks)
     count = buffer.push(tokens)
     released = "".join(text for _, text in buffer.release(count))
@@ -158,6 +172,10 @@ def test_markers_that_are_special_tokens_are_shown() -> None:
     assert stopped(None, tokens, [])[1] == "abab"
     assert stopped(ThinkingMarkers("[THINK]", "[/THINK]"), tokens, []) == (6, "[THINK]ab[/THINK]ab", None)
     assert stopped(ThinkingMarkers("[THINK]", "[/THINK]"), tokens, ["ab"]) == (6, "[THINK]ab[/THINK]", "ab")
+    tokens = [opens + 2, 1, 4, 5, closes + 2, 4, 5]  # the marker before the thinking is more than its token
+    thinking = ThinkingMarkers("<|channel>think", "<channel|>")
+    assert stopped(thinking, tokens, []) == (7, "<|channel>thinkab<channel|>ab", None)
+    assert stopped(thinking, tokens, ["ab"]) == (7, "<|channel>thinkab<channel|>", "ab")
 
 
 def text_before_the_marker(think: Function) -> Function:

@@ -15,6 +15,7 @@ from foredraft.errors import RequestError
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.conversation import (
+    FINAL,
     messages_of,
     messages_of_items,
     template_variables,
@@ -311,6 +312,9 @@ V3 = HEAD + "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
 GRANITE = "{% if thinking %}Write your thoughts between <think></think> and your response between <response></response>.{% endif %}" + HEAD + "{% endif %}"  # fmt: skip
 OLDER = "{% if thinking %}Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'.{% endif %}" + HEAD + "{% endif %}"  # fmt: skip
 EFFORT = HEAD + "{{ reasoning_effort }}{% endif %}"
+# https://huggingface.co/google/gemma-4-E4B-it, and the larger ones, which begin an empty thought where none is asked for
+GEMMA_4 = HEAD + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+GPT_OSS = HEAD + "{% endif %}{# '<|channel|>analysis<|message|>' + message.thinking #}"
 PLAIN = HEAD + "{% endif %}"
 ASKED = {"role": "user", "content": "What is </think>?"}
 
@@ -335,6 +339,15 @@ def tokenizer(template: str | None, *, added: tuple[str, ...] = ()) -> Tokenizer
             ThinkingMarkers("<think>", "</think>", answer=("<response>", "</response>")),
         ),
         (OLDER, {"thinking": True}, ThinkingMarkers("Here is my thought process:", "Here is my response:")),
+        (GEMMA_4, {"enable_thinking": True}, ThinkingMarkers("<|channel>thought", "<channel|>")),
+        (GEMMA_4, {}, None),
+        (
+            GPT_OSS,
+            {},
+            ThinkingMarkers(
+                "<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{FINAL}", answer=(FINAL, "")
+            ),
+        ),
         (PLAIN, {}, None),
     ],
 )

@@ -122,7 +122,7 @@ class ConstraintFactory:
         from foredraft.constraints.combined import ThinkingTokens
 
         texts = self._codec.table(self._vocabulary)
-        for id, marker in self._tokenizer.special_ids(markers).items():
+        for id, marker in self._tokenizer.special_within(markers).items():
             if id < self._vocabulary:
                 texts[id] = marker.encode()
         return ThinkingTokens(texts, *markers, self._ends)

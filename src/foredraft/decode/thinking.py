@@ -72,10 +72,13 @@ class ThinkingReader:
 
     def _open(self) -> None:
         begun = self._text.lstrip()
+        answer = self._thinking.answer[0]
         if begun.startswith(self._thinking.opens):
             self._text = begun.removeprefix(self._thinking.opens)
             self._begin_thinking()
-        elif not self._thinking.opens.startswith(begun):
+        elif answer and begun.startswith(answer):
+            self._text, self._phase = begun, "after"
+        elif not any(each.startswith(begun) for each in (self._thinking.opens, answer)):
             self._begin_content()
 
     def _begin_thinking(self) -> None:

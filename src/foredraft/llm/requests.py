@@ -205,7 +205,7 @@ class Requests:
 
     def _text_buffer(self, prompt: list[int], asked: Submission, stops: StopAutomaton) -> TextBuffer | None:
         tokenizer, params, thinking = self.loaded.tokenizer, asked.params, asked.thinking
-        markers = () if thinking is None else thinking.markers
+        markers = () if thinking is None else (*thinking.markers, *thinking.answer)
         if tokenizer is None:
             return None
         return TextBuffer(
@@ -216,7 +216,7 @@ class Requests:
             include=params.include_stop,
             least=params.min_new_tokens,
             thinking=thinking,
-            marks={} if asked.show_special else tokenizer.special_ids([*markers, *asked.marks]),
+            marks={} if asked.show_special else tokenizer.special_within([*markers, *asked.marks]),
         )
 
     def truncated(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:

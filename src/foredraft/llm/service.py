@@ -334,6 +334,11 @@ class RequestHandle(Request):
         return len(self.prompt)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read, once its first sample has a token; 0 before that."""
+        return self.sequences[0].cached
+
+    @property
     def over(self) -> bool:
         """Whether the last piece of every sample was given."""
         return all(pieces.over for pieces in self.pieces)

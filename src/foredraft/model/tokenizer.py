@@ -172,6 +172,11 @@ class Tokenizer:
         found = {self.inner.token_to_id(text): text for text in texts if invalid_at(text) is None}
         return {id: text for id, text in found.items() if id in self.special}
 
+    def special_within(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return the special tokens that one of the texts contains, by their ids."""
+        tokens = {id: self.inner.id_to_token(id) or "" for id in self.special}
+        return {id: token for id, token in tokens.items() if token and any(token in text for text in texts)}
+
     def is_visible(self, id: int, skip_special: bool) -> bool:
         """Return whether the id reaches the decoder: it has a token, and is not skipped as special."""
         return not (skip_special and id in self.special) and self.has(id)

@@ -194,6 +194,7 @@ class ReasoningFormat:
     sign: str = ""  # what a chat template contains that was made for it; by default the closing marker
 
 
+FINAL = "<|channel|>final<|message|>"
 # The first one counts whose sign a template has.
 FORMS = (
     # https://huggingface.co/ibm-granite/granite-3.2-8b-instruct
@@ -205,6 +206,14 @@ FORMS = (
     ReasoningFormat("[THINK]", "[/THINK]"),  # https://huggingface.co/mistralai/Magistral-Small-2507
     # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct
     ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("<|channel>thought", "<channel|>"),  # https://huggingface.co/google/gemma-4-E4B-it
+    # the channels of https://github.com/openai/harmony
+    ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        f"<|end|><|start|>assistant{FINAL}",
+        (FINAL, ""),
+        sign="<|channel|>analysis<|message|>",
+    ),
 )
 SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on or off
 EFFORT, NO_EFFORT = "reasoning_effort", "none"

@@ -178,6 +178,7 @@ class MessageReply(BlockReply):
     route = "answer_messages"
     lengths = LengthFields("messages")
     errors = (reply_types.MessageError, reply_types.Error)  # the second one before the route is reached
+    begins_late = True  # `message_start` counts the cached tokens
 
     @staticmethod
     def failure(problem: Problem) -> Event:
@@ -210,9 +211,10 @@ class MessageReply(BlockReply):
 
     def state(self) -> dict[str, Any]:
         output, blocks = self.sample.output, self.sample.blocks
-        new, cached, stop, stopped_by = 0, 0, None, None
+        new, stop, stopped_by = 0, None, None
+        cached = self.generation.handles[0].cached_tokens
         if output is not None:
-            new, cached = self.sample.tokens, output.cached_tokens
+            new = self.sample.tokens
             stop = REASONS.get(output.finish_reason, "end_turn")
             if stop == "end_turn" and blocks.calls:
                 stop = "tool_use"

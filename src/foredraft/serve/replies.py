@@ -133,11 +133,16 @@ class Reply(ABC):
             yield self.numbered(self.failure(problem), next(numbers))
 
     async def _events(self, heartbeat: float | None) -> AsyncIterator[Event | None]:
-        for event in self.begin():
+        begun = not self.begins_late
+        for event in self.begin() if begun else ():
             yield event
         async for taken in self.generation.pieces(heartbeat):
             if not taken:
-                yield self.silence
+                yield self.silence if begun else None
+            elif not begun:
+                begun = True
+                for event in self.begin():
+                    yield event
             for index, pieces in taken.items():
                 for event in self.part(self.samples[index].take(pieces)):
                     yield event
@@ -164,6 +169,7 @@ class Reply(ABC):
         return found
 
     silence: ClassVar[Event | None] = None  # the event of a time without any; None is a comment
+    begins_late: ClassVar[bool] = False  # a stream begins with the first piece, which its first event needs
 
     def begin(self) -> Iterable[Event]:
         return ()
