@@ -288,7 +288,7 @@ def test_claude_code_s_request_is_answered(served: Served) -> None:
 def test_the_start_of_a_message_counts_cached_tokens_as_its_end_does(served: Served) -> None:
     body = {
         "model": "demo", "max_tokens": 4, "stream": True, "temperature": 0,
-        "messages": [{"role": "user", "content": "A question that is asked twice, word for word. " * 60}],
+        "messages": [{"role": "user", "content": "A question that is asked twice, word for word. " * 24}],
     }  # fmt: skip
     for cached in (False, True):
         found = events_of(served.client.post("/v1/messages", json=body).text)
