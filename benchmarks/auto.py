@@ -12,6 +12,7 @@ share of repeated 4-grams. Above temperature 0, requests have a seed, so that al
 text.
 
     random      the draft model is never right
+    random-32   the same, 32 rows
     dear        the target drafts for itself: always right, and as slow
     thirty      right for 30 tokens, then never
     alternate   right at every other token
@@ -69,6 +70,7 @@ SLICE = 0.03  # seconds that a contender gets at a time
 Right = Callable[[int, int], bool]  # of a row and a place in its output
 CASES: dict[str, tuple[int, Right | None]] = {
     "random": (1, lambda row, place: False),
+    "random-32": (32, lambda row, place: False),
     "dear": (1, None),
     "thirty": (1, lambda row, place: place < 30),
     "alternate": (1, lambda row, place: place % 2 == 0),

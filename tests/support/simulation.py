@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.stats import Round
 
+IDS = count()  # no two sequences of a process have one
 Right = Callable[[int], bool]  # does the drafter have the token at this position of the text right?
 
 
@@ -29,7 +31,8 @@ def right_with(chance: float, seed: int = 0) -> Right:
 
 def sequence_of(policy: Policy, **more: Any) -> Any:
     params = SamplingParams(temperature=0)
-    fields = {"params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
+    fields = {"id": 0, "params": params, "policy_state": policy.start(), "tokens": [0] * 9, "remaining": 50}
+    fields["drafters"] = ("small",)
     return SimpleNamespace(**fields | more)
 
 
@@ -53,6 +56,7 @@ class Simulated:
     rounds: list[list[tuple[str | None, int]]]  # of every round, (drafter, budget) of the rows that decode
     siblings: list[int] = field(default_factory=list)  # of every round, in all
     read: list[int] = field(default_factory=list)  # tokens of texts that were new to a drafter, in order
+    rests: int = 0  # rounds of which the policy was not asked
     ended: list[float] = field(default_factory=list)  # when each row ended, in ms
 
     @property
@@ -78,9 +82,9 @@ def simulate(
     """
     clock = clock or table
     sequences: list[Any] = []
-    for index, row in enumerate(rows):
+    for row in rows:
         texts = {"prompt": [0] * row.prompt, "tokens": [0] * row.prompt}
-        more = {"id": index, "drafters": tuple(row.drafters), "constraint": None, "read": {}}
+        more = {"id": next(IDS), "drafters": tuple(row.drafters), "constraint": None, "read": {}}
         sequences.append(sequence_of(policy, **texts, **more))
     result = Simulated(0.0, 0.0, [], ended=[0.0] * len(rows))
     for step in range(max(row.enters + row.tokens for row in rows)):
@@ -98,6 +102,9 @@ def simulate(
             assert not idle
             return result
         candidates = [_candidates(row, sequence) for _, row, sequence in decoding]
+        if not idle and policy.rests([sequence for *_, sequence in decoding]):
+            _rest(decoding, result, clock)
+            continue
         decisions = policy.decide([*candidates, *idle])[: len(candidates)]
         result.rounds.append([(decision.drafter, decision.budget) for decision in decisions])
         result.siblings.append(sum(decision.siblings for decision in decisions))
@@ -119,6 +126,16 @@ def simulate(
             taken = (result.ms - before) * slowdown(len(result.rounds) - 1, drafter)
             result.ms = before + taken
             policy.took(taken / 1e3)
+
+
+def _rest(decoding: list[tuple[int, Row, Any]], result: Simulated, clock: CostTable) -> None:
+    result.rounds.append([(None, 0)] * len(decoding))
+    result.siblings.append(0)
+    result.rests += 1
+    result.ms += clock.plain(len(decoding))
+    for index, _, sequence in decoding:
+        sequence.tokens.append(0)
+        result.ended[index] = result.ms
 
 
 def _candidates(row: Row, sequence: Any) -> Candidates:

@@ -377,12 +377,12 @@ def test_a_batch_of_good_rows_gains(step: float) -> None:
 @pytest.mark.parametrize("bad", [1, 4, 8])
 @pytest.mark.parametrize("step", [0.1, 0.2, 0.5])
 def test_bad_rows_of_a_batch_are_hardly_slowed_down(step: float, bad: int, taught: bool) -> None:
-    """taught: earlier requests gained, so the pooled acceptance is high. All eight texts are read."""
+    """taught: earlier requests gained, so the pooled acceptance is high. All eight texts are read: 3 % by itself."""
     policy, table = Auto(LONGEST, flat(step)), flat(step)
     for turn in range(3 * taught):
         simulate(policy, table, eight(0, turn))
     for turn in range(4):
-        assert simulate(policy, table, eight(bad, turn)).speedup >= 0.955
+        assert simulate(policy, table, eight(bad, turn)).speedup >= 0.94
 
 
 def test_a_batch_without_drafts_tries_a_known_drafter_in_one_row_only() -> None:

@@ -14,7 +14,8 @@ import pytest
 from foredraft.decode.policy import PLAIN, Candidates
 from foredraft.decode.policy import auto as auto_module
 from foredraft.decode.policy import budgets as budgets_module
-from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Auto, Estimate, HeldDecision, RequestState
+from foredraft.decode.policy import requests as requests_module
+from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.budgets import (
     AcceptanceEstimate,
     Candidate,
@@ -24,6 +25,7 @@ from foredraft.decode.policy.budgets import (
     best_length,
 )
 from foredraft.decode.policy.cost_table import CostTable, round_ms
+from foredraft.decode.policy.requests import FIRST_WAIT, LONGEST_WAIT, Estimate, HeldDecision, RequestState
 from foredraft.decode.stats import Round
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import around, during, holding
@@ -186,11 +188,11 @@ DEFECTS: list[tuple[str, Any, Mutation, Callable[[], object]]] = [
     ("one column too few", best_length, holding(one_column_too_few), brute_force),
     ("drafts that do not pay", best_budgets, holding(endless_plain_steps), costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
     ("no loss account", RequestState.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
-    ("no share of the time", RequestState.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
+    ("no share of the time", RequestState.left, during(requests_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
     ("no cap", Auto._paying, lambda paying: lambda policy, rows, standing, left, plain: paying(policy, rows, standing, inf, plain), auto.test_a_decision_follows_from_the_equations),
     ("a decision stands beyond the cap", auto_module._standing, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("five confidences")),
     ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, choices, left, plain: attempt(policy, rows, choices, inf, plain), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("a dear first step")),
-    ("the last round is not charged", Auto._settle, the_last_round_is_not_charged, never_slower),
+    ("the last round is not charged", Auto._settle, the_last_round_is_not_charged, lambda: auto.test_bad_rows_of_a_batch_are_hardly_slowed_down(0.1, 1, taught=False)),
     ("no credit", Auto.start, with_own("_gained", lambda policy: 0.0), auto.test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained),
     ("no smaller batch", Auto._settle, holding(no_smaller_batch), auto.test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves),
     ("no decision stands", auto_module._standing, lambda stands: lambda row, key, left: None, auto.test_a_decision_stands_for_some_rounds),

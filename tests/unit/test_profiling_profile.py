@@ -384,7 +384,9 @@ def test_host_work_that_could_not_be_measured_is_not_kept(machine: Machine) -> N
     found = kept(engine)
     assert found.doubt is not None
     assert found.greedy.plain(1) == pytest.approx(2.0), "host work counts as free"
-    assert not [cost for cost in user_cache.read("profiles", profile._key(engine, LONGEST)) if "host" in cost]
+    assert not [
+        cost for cost in user_cache.read("profiles", profile._key(engine, LONGEST))["least"] if "host" in cost
+    ]
     assert not engine.rows.sequences and engine.scheduler.idle
 
 
@@ -441,6 +443,19 @@ def test_the_next_process_measures_what_was_not_steady(machine: Machine) -> None
     assert kept(engine_of(machine)).seconds == 0.0
 
 
+def test_a_machine_that_is_always_busy_is_told_of_it_once(machine: Machine) -> None:
+    """Samples that never agree are taken by the next three processes, too, and then no more."""
+    machine.slow(PASS, lambda count: 1.11**count)
+    took, told = [], list[Any]()
+    for _ in range(1 + 3 + 2):
+        with replaced(profile.logger, "warning", lambda *given: told.append(given)):
+            found = kept(engine_of(machine))
+        took.append(found.seconds > 0)
+        assert found.doubt is not None and PASS_MS < found.greedy.verify(1, 3) <= found.greedy.verify(1, 5)
+    assert took == [True] * 4 + [False] * 2
+    assert len(told) == 1
+
+
 def test_samples_of_two_processes_agree(machine: Machine) -> None:
     """Each process has one good sample of a pass, which another confirms."""
     machine.slow(PASS, lambda count: 1.3**count if count != 5 else 1.0)
@@ -457,7 +472,7 @@ def test_samples_of_two_processes_agree(machine: Machine) -> None:
     [
         *[None, [], "x", 3, {}, {"greedy": {}, "sampled": None}],
         *[
-            {"pass of 1 x 3": samples}
+            {"least": {"pass of 1 x 3": samples}, "repeats": None}
             for samples in ([2.0, "x"], [1e400], [10**400], [-1.0], [float("nan")], 2.0)
         ],
     ],
@@ -601,6 +616,8 @@ DEFECTS: list[tuple[str, Any, Mutation, Callable[[Machine], object]]] = [
     ("any two samples agree", agreed, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
     ("the second least sample", agreed, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], test_a_cost_is_the_least_sample_where_two_agree),
     ("turns end before the samples agree", profile._take_turns, during(profile, "agreed", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
+    ("told at every start", profile.Samples.from_json, lambda _: lambda own, values: own(None, values["repeats"] if values else 0), test_a_machine_that_is_always_busy_is_told_of_it_once),
+    ("measured at every start", measure_profile, during(profile, "REPEATS", inf), test_a_machine_that_is_always_busy_is_told_of_it_once),
     ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), doubt=None), test_the_next_process_measures_what_was_not_steady),
     ("all costs are measured again", profile.Forwards.measure, lambda measure: lambda own, samples, *rest: measure(own, without(samples, own.costs.values()), *rest), test_the_next_process_measures_what_was_not_steady),
     ("measuring has no budget", measure_profile, during(profile, "BUDGET_SECONDS", inf), test_a_slow_model_goes_on_with_the_costs_of_one_row),

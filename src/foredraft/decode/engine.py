@@ -158,7 +158,7 @@ class Engine:
                 self._give_up_one(memory_message(error))
                 return []
             decoded = self._commit(inputs, results, forward)
-            if any(sequence.drafters for sequence in decoded):
+            if inputs.asked and any(sequence.drafters for sequence in decoded):
                 policy.took(time.perf_counter() - started)
             return decoded
 
@@ -183,7 +183,7 @@ class Engine:
         )  # fmt: skip
         replays = self.replays if inputs.one_rule and verify_inputs.transforms else ONCE
         found = replays.run(decide, verify_inputs, forward.logits, self.noise)
-        signal = policy.target_signal if inputs.has_drafters else None
+        signal = policy.target_signal if inputs.asked else None
         return (
             inputs,
             fetch_results(inputs.sequences, draft, verify_inputs, found, dead_ends, signal),
@@ -203,12 +203,15 @@ class Engine:
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
+        asked = any(s.drafters for s in sequences) and not policy.rests(sequences)
         budgets, drafters, siblings = choose_drafts(
-            sequences, idle, self.drafters, policy, self.target.max_queries, self.target.takes_leaves
-        )
+            sequences, idle, self.drafters, policy if asked else None, self.target.max_queries,
+            self.target.takes_leaves,
+        )  # fmt: skip
         return self.round_inputs(
-            sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device, siblings
-        )
+            sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device, siblings,
+            asked,
+        )  # fmt: skip
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """Run one forward over every row's [pending, *draft, *siblings], a token tree."""
@@ -276,7 +279,7 @@ class Engine:
             sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
         if failure is not None and sequence.finish is None:  # else the text needs no drafter any more
             return Finish.ERROR, failure
-        if inputs.has_drafters and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
+        if inputs.asked and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
             self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
         if result.drafter_nonfinite:
             assert drafter is not None

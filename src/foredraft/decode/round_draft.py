@@ -199,11 +199,7 @@ class RoundInputs:
     vocabulary: int  # size V
     device: torch.device  # of the target
     siblings: Seq[int] = ()  # [B] leaves of each row's token tree, at most; empty: all drafts are chains
-
-    @cached_property
-    def has_drafters(self) -> bool:
-        """Whether any sequence has a drafter; without one, the policy neither decides nor learns."""
-        return any(sequence.drafters for sequence in self.sequences)
+    asked: bool = False  # the policy decided this round, and learns of it
 
     @cached_property
     def penalty_context(self) -> PenaltyContext | None:
@@ -297,13 +293,13 @@ def choose_drafts(
     sequences: list[Sequence],
     idle: list[bool],
     drafters: Mapping[str, Drafter],
-    policy: Policy,
+    policy: Policy | None,  # None: it is not asked
     max_queries: int,
     takes_leaves: bool = False,
 ) -> tuple[list[int], list[str | None], list[int]]:
     """Return each row's budget (0: a plain step), its drafter, and its siblings at most; [B] each."""
     drafts: list[tuple[int, str | None, int]] = [(0, None, 0)] * len(sequences)
-    if any(sequence.drafters for sequence in sequences):  # without one, the policy has nothing to decide
+    if policy is not None:
         rows = [
             Candidates(sequence, {}, idle=True)
             if is_idle

@@ -2,9 +2,9 @@
 
 It is measured while no sequence has a row, and kept under a key that names the machine, the model, the dtype
 and the threads. On a shared machine samples are too long, never too short: the least is the cost, if the
-second least agrees; costs that are not steady are taken again by the next process. Measuring ends after
-BUDGET_SECONDS: the rest is assumed, and what decoding takes corrects it. Where measuring fails, every request
-still decodes.
+second least agrees; costs that are not steady are taken again by the next processes, REPEATS times. Measuring
+ends after BUDGET_SECONDS: the rest is assumed, and what decoding takes corrects it. Where measuring fails,
+every request still decodes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def agreed(samples: Sequence[float]) -> float | None:
 class Samples:
     """The two least samples of each cost, in ms."""
 
-    def __init__(self, least: Mapping[str, Iterable[float]] | None = None) -> None:
+    def __init__(self, least: Mapping[str, Iterable[float]] | None = None, repeats: int = 0) -> None:
         self.least = {cost: sorted(samples)[:2] for cost, samples in (least or {}).items()}
+        self.repeats = repeats  # processes that measured only costs which had samples, and were not steady
 
     def add(self, cost: str, samples: Iterable[float]) -> None:
         self.least[cost] = sorted([*self.least.get(cost, []), *samples])[:2]
@@ -65,7 +66,16 @@ class Samples:
             return times and all(isinstance(ms, int | float) and 0 <= ms <= most for ms in samples)
 
         kept = values if isinstance(values, dict) else {}
-        return cls({cost: samples for cost, samples in kept.items() if sound(samples)})
+        least, repeats = kept.get("least"), kept.get("repeats")
+        return cls(
+            {cost: samples for cost, samples in least.items() if sound(samples)}
+            if isinstance(least, dict)
+            else {},
+            repeats if isinstance(repeats, int) else 0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"least": self.least, "repeats": self.repeats}
 
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
@@ -99,7 +109,7 @@ class Forwards:
     def measure(self, samples: Samples, deadline: float) -> bool:
         """Take samples of what is not steady; return whether any was taken."""
         missing = [work for work, cost in self.costs.items() if samples.steady(cost) is None]
-        if not missing or (self.batch > 1 and time.perf_counter() >= deadline):
+        if not missing or time.perf_counter() >= deadline:
             return False
         turns = forward_turns(
             self.engine.target, self.engine.drafters, self.batch, self.context,
@@ -257,10 +267,11 @@ def _take_turns(turns: TimedTurns, unit: object, count: int, deadline: float) ->
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 8  # of kept profiles; raised when what is measured changes, or the speed of the kernels
+FORMAT = 9  # of kept profiles; raised when what is measured changes, or the speed of the kernels
 ASSUMED_PASS = 2.0  # plain steps: most that one row's pass over its longest draft costs where samples scatter
 BUDGET_SECONDS = 3.0  # for all measuring: a load must not wait longer; only the work that runs then ends
 BUDGET_AGAIN = 1.0  # the same at later starts, which have costs to begin with
+REPEATS = 3  # starts at most that measure again what was not steady: on a busy machine it never will be
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,13 +309,14 @@ def load_profile(engine: Engine, longest: int, progress: Callable[[int, int], No
     """Return the profile of this engine and machine: by kept samples, and new ones of what is not steady."""
     key = _key(engine, longest)
     samples = Samples.from_json(user_cache.read("profiles", key))
+    is_new = not samples.least
     profile = measure_profile(engine, longest, progress, samples)
     if profile.seconds:
-        user_cache.write("profiles", key, samples.least)
-    if profile.doubt is not None:
+        user_cache.write("profiles", key, samples.to_json())
+    if profile.doubt is not None and is_new:
         logger.warning(
             "not all costs of this machine are known, because %s; policy auto goes on with those that were"
-            " measured, assumes the rest, and measures them at the next start",
+            " measured, assumes the rest, and corrects them by what its rounds take",
             profile.doubt,
         )
     return profile
@@ -341,8 +353,8 @@ def measure_profile(
     """Measure what rounds of one row, and of as many rows as the cache has, cost."""
     samples = Samples() if samples is None else samples
     started = time.perf_counter()
-    budget = BUDGET_AGAIN if samples.least else BUDGET_SECONDS
-    deadline = started + budget
+    budget, known = BUDGET_AGAIN if samples.least else BUDGET_SECONDS, len(samples.least)
+    deadline = started + budget if samples.repeats < REPEATS else -math.inf
     longest = min(longest, engine.target.max_queries - 1)
     batches = sorted({1, engine.cache.rows})
     forwards = [Forwards(engine, batch, longest) for batch in batches]
@@ -356,6 +368,7 @@ def measure_profile(
     measured |= reading.measure(samples, deadline)
     progress(len(batches), len(batches))
     seconds = time.perf_counter() - started if measured else 0.0
+    samples.repeats += measured and len(samples.least) == known
     steady = [known for each in forwards for known in each.steady(samples)]
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)

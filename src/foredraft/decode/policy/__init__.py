@@ -79,8 +79,15 @@ class Policy:
         """Return how many tokens to draft at most."""
         return self.max_draft
 
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """Return whether every row takes a plain step in this round, of which the policy learns nothing.
+
+        Then no other method is called. Nor is this one where no row has a drafter.
+        """
+        return False
+
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
-        """Return a decision for every row, in order. Not called where no row has a drafter."""
+        """Return a decision for every row, in order."""
         decisions = []
         for row in rows:
             name = next(iter(row.limits), None)

@@ -9,9 +9,7 @@ exponentially more rounds, and one cap bounds what drafting may cost a request (
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from math import inf
-from typing import TypeAlias
 
 from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import (
@@ -32,89 +30,26 @@ from foredraft.decode.policy.cost_table import (
     round_ms,
     steps_of,
 )
+from foredraft.decode.policy.requests import (
+    DECISION_ROUNDS,
+    FIRST_WAIT,
+    LONGEST_WAIT,
+    LOSS_STEPS,
+    Estimate,
+    HeldDecision,
+    Key,
+    Pooled,
+    RequestState,
+    Rest,
+    Source,
+)
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 
-DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
 REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
-FIRST_WAIT = 8  # rounds until a drafter that did not pay is tried again; each failed trial doubles the wait
 TIMED_AFTER = 64  # rounds until a drafter is timed that cannot pay by the table, which may be wrong
-LONGEST_WAIT = 256  # rounds at most: a drafter that became good is found within a long text
-LOSS_STEPS = 2.0  # plain steps that drafting may cost a request: about one rejected draft of 5 tokens
-LOSS_SHARE = 0.005  # share of the request's time so far that drafting may cost beyond LOSS_STEPS
 LATE_CONTEXT = 64  # tokens before the pending one that an unknown draft model reads of a long text
 READ_SHARE = 0.04  # share of the rest of the request that a draft model known to pay may read a new text
-
-# A drafter, and its confidence in what it proposes: acceptance is estimated for each pair.
-Source: TypeAlias = tuple[str, float | None]
-Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made for
-
-
-@dataclass(slots=True)
-class Pooled:
-    """The pooled estimate of a drafter, over all requests."""
-
-    acceptance: AcceptanceEstimate
-    waited: int = 0  # rounds since it last drafted
-    wait: int = FIRST_WAIT  # rounds after which it is tried again where it does not pay
-
-
-@dataclass(slots=True)
-class HeldDecision:
-    """A row's decision, which stands for some rounds."""
-
-    decision: Decision
-    rounds: float = DECISION_ROUNDS  # for which it still stands
-    estimate: Estimate | None = None  # of the drafter; None in a plain step
-    trial: bool = False  # the drafter is tried although it was not chosen
-    alone: bool = False  # it is tried in a batch that drafts nothing otherwise
-    begins: bool = True  # no round of it has ended
-    read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
-    candidate: Candidate | None = None  # for which it was made; None in a plain step
-    rejected: int = 0  # consecutive drafts so far that were fully rejected
-
-
-@dataclass(slots=True)
-class Estimate:
-    """One request's own estimate of a drafter."""
-
-    acceptance: AcceptanceEstimate  # its prior is the pooled one
-    pooled: Pooled
-
-    def learn(self, outcome: Round, held: HeldDecision) -> None:
-        """Count a round in which the drafter drafted."""
-        self.acceptance.learn(outcome)
-        pooled = self.pooled
-        pooled.acceptance.learn(outcome)
-        pooled.waited = 0
-        if not held.trial:
-            pooled.wait = FIRST_WAIT
-        elif outcome.accepted and held.alone:
-            pooled.wait = 1  # nothing else pays, so it goes on until its estimate is clear
-        elif held.begins:
-            pooled.wait = min(2 * max(pooled.wait, FIRST_WAIT), LONGEST_WAIT)
-        held.begins = False
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the policy knows of one request.
-
-    A round loses, in ms of the cost table, its cost less a plain step for each token emitted, and less what a
-    smaller batch saves earlier; below 0 it gains.
-    """
-
-    credit: float  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
-    spent: float = 0.0  # cost of the request's rounds
-    lost: float = 0.0  # loss in them
-    estimates: dict[Source, Estimate] = field(default_factory=dict)
-    held: dict[Key, HeldDecision] = field(default_factory=dict)
-    last: HeldDecision | None = None  # decision of the last round
-    batch: int = 1  # rows when it was decided last
-
-    def left(self, plain: float) -> float:
-        """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
-        return LOSS_STEPS * plain + self.credit + LOSS_SHARE * self.spent - self.lost
 
 
 class Auto(Policy):
@@ -140,6 +75,7 @@ class Auto(Policy):
         self._decided = 0  # rows that it was made for
 
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
+        self._rest = Rest()
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
         """Decide by these costs of greedy and of sampled rounds; not called while a sequence has a row."""
@@ -149,6 +85,12 @@ class Auto(Policy):
 
     def start(self) -> RequestState:
         return RequestState(self._gained)
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        rests = self._rest.goes_on(sequences)
+        if not rests and self._rest.passed:
+            self._wake()
+        return rests
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
@@ -170,7 +112,37 @@ class Auto(Policy):
                 standing = [None] * len(rows)  # the batch's decision no longer stands
             self._decide_anew(rows, keys, standing, left, plain)
         self._stands -= 1
-        return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
+        decisions = [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
+        if any(decision.budget for decision in decisions):
+            self._rest = Rest()
+        elif not all(standing) and not any(row.idle for row in rows):
+            rounds = min(self._wait(row) for row in rows) - LEAST  # before a trial, plain rounds are timed
+            self._rest.begin(rounds, [row.sequence for row in rows])
+        return decisions
+
+    def _wait(self, row: Candidates) -> int:
+        """Return the rounds in which no drafter of a row has to be looked at; 0 where one may pay soon."""
+        rule, waits = _rule_of(row.sequence), [LONGEST_WAIT]
+        for name in row.sequence.drafters:
+            known = [each for ((own, _), by), each in self._pool.items() if (own, by) == (name, rule)]
+            if name not in row.limits or name in row.confidence:  # what it proposes depends on the text
+                waits += [each.wait if each.wait > FIRST_WAIT else 0 for each in known] or [0]
+            elif self._may_pay(row, name):
+                waits += [each.wait - each.waited for each in known if each.waited < each.wait]
+            elif self.table.misses(name):
+                waits += [TIMED_AFTER - each.waited for each in known if each.waited < TIMED_AFTER]
+        return min(waits)
+
+    def _wake(self) -> None:
+        """Count the rounds of a rest, which were plain."""
+        rounds, rows = self._rest.end()
+        for sequence in rows:
+            state: RequestState = sequence.policy_state
+            state.spent += rounds * self.table.plain(len(rows))
+            state.held.clear()
+        for pooled in self._pool.values():
+            pooled.waited += rounds
+        self.table.skip(rounds)
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         state: RequestState = sequence.policy_state

@@ -253,6 +253,10 @@ class CorrectedTable:
         if pace is not None and plain is not None and (own := pace.window.median) is not None:
             pace.found = own._replace(ratio=own.ratio / plain.ratio)
 
+    def skip(self, rounds: int) -> None:
+        """Count plain rounds that were not timed, among those that are."""
+        self._now += rounds if self._now else 0
+
     def _learn_plain(self, sample: TimedRound) -> None:
         if self._plain.add(sample):
             for pace in self._paces.values():
