@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
+from foredraft.model.recurrent import RecurrentRows
 from foredraft.model.spec import OUTSIDE, ModelSpec
 
 # A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
@@ -54,6 +55,8 @@ class Span:
 
 class CacheLayers:
     """The keys and values that a pass reads and writes, layer by layer: of one cache, or of two joined."""
+
+    recurrent: RecurrentRows | None = None  # what recurrent layers keep
 
     def __init__(self, layers: Sequence[Tensor], positions: int, slack: int, *, blocked: bool) -> None:
         _, self.rows, _, self.stored, _ = layers[0].shape
@@ -120,9 +123,13 @@ class KVCache(CacheLayers):
         for (heads, dim), layers in own.items():
             self.planes.append(pool.zeros((len(layers), 2, rows, heads, stored, dim), dtype, device))
             places |= zip(layers, self.planes[-1].unbind(), strict=True)
+        # a recurrent layer has no keys of its own, and reads none
+        places |= dict.fromkeys(spec.recurrent_layers, next(iter(places.values())))
         stored_in = (layer if layer in places else spec.source_of(layer) for layer in range(spec.layers))
         all_layers = [places[layer] for layer in stored_in]
         super().__init__(all_layers, positions, slack, blocked=blocked)
+        if spec.delta is not None:
+            self.recurrent = RecurrentRows(spec.delta, len(spec.recurrent_layers), rows, device, dtype)
         self.lengths = [0] * rows  # the valid positions of each row; the owner of the sequences sets them
         # keys in blocks, and values [layers, R, H, P, D], of every plane
         self._pairs = [(_in_blocks(plane[:, 0], blocked), plane[:, 1]) for plane in self.planes]
@@ -148,6 +155,8 @@ class KVCache(CacheLayers):
         """Copy the first `length` positions of row `source` to row `target`, and set the target's length."""
         if source != target:
             _copy(self._views(source, 0, length), self._views(target, 0, length))
+            if self.recurrent is not None:
+                self.recurrent.copy(source, target)
         self.lengths[target] = length
 
     def move(self, row: int, source: int, target: int) -> None:
@@ -158,10 +167,14 @@ class KVCache(CacheLayers):
             values[:, row, :, target] = values[:, row, :, source]
 
     def take(self, row: int, start: int, stop: int) -> Span:
-        return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))
+        kept = () if self.recurrent is None else self.recurrent.take(row)
+        return Span(row, start, stop, (*kept, *(part.clone() for part in self._views(row, start, stop))))
 
     def put_back(self, span: Span) -> None:
-        _copy(span.parts, self._views(span.row, span.start, span.stop))
+        parts = span.parts
+        if self.recurrent is not None:
+            parts = self.recurrent.put_back(span.row, parts)
+        _copy(parts, self._views(span.row, span.start, span.stop))
 
     def wipe(self, row: int, length: int) -> None:
         for part in self._views(row, length, self.stored):
@@ -186,6 +199,8 @@ class KVCache(CacheLayers):
 
     def zero_row(self, row: int) -> None:
         self.wipe(row, 0)
+        if self.recurrent is not None:
+            self.recurrent.wipe(row)
         self.lengths[row] = 0
 
     @staticmethod

@@ -15,10 +15,12 @@ gives it in that family. Papers:
 
 from __future__ import annotations
 
-from foredraft.model.families import gemma, gpt, llama
+from foredraft.model.families import gemma, gpt, hybrid, llama
 from foredraft.model.families.shared import GGUF, Family
 
-FAMILIES: dict[str, Family] = dict(sorted((gemma.FAMILIES | gpt.FAMILIES | llama.FAMILIES).items()))
+FAMILIES: dict[str, Family] = dict(
+    sorted((gemma.FAMILIES | gpt.FAMILIES | hybrid.FAMILIES | llama.FAMILIES).items())
+)
 # architecture of a GGUF file -> that of Hugging Face, and how the file holds it
 IN_GGUF: dict[str, tuple[str, GGUF]] = {
     each.architecture: (name, each) for name, family in FAMILIES.items() for each in family.gguf

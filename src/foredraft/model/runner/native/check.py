@@ -59,6 +59,8 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     """Return why the C kernels do not run a model, as a clause of an error; None where they run it."""
     if device.type != "cpu":
         return f"the kernels run on CPUs, and the device is {device}"
+    if spec.delta is not None:
+        return "the kernels have no recurrent layers"
     if dtype not in WORD:
         return f"the kernels compute in float32, bfloat16 and float16, not in {dtype_name(dtype)}"
     kinds = [spec.plain_layer(window) for window in spec.windows_by_heads]

@@ -23,7 +23,7 @@ from foredraft.kernels.compilation import kernel, level_in_use
 from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Decoder
+from foredraft.model.decoder import Attention, Decoder
 from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
 from foredraft.model.rope import Rope
@@ -77,7 +77,7 @@ class NativeBackend:
     def of(cls, decoder: Decoder, pairs: PairInputs | None = None) -> NativeBackend | None:
         """Return the back end of a decoder; None where one of its weights is not packed for the kernels."""
         join = [] if pairs is None or pairs.join is None else [pairs.join]
-        packed = all(map(is_native, [*decoder.products, *join]))
+        packed = decoder.spec.delta is None and all(map(is_native, [*decoder.products, *join]))
         widest = max(map(decoder.spec.head_dim_of, decoder.spec.windows))
         return cls(decoder, pairs) if packed and widest <= MAX_HEAD_DIM else None
 
@@ -308,6 +308,7 @@ class NativeBackend:
     def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec
         attention, mlp, window, own = layer.attention, layer.mlp, spec.windows[index], layer.input
+        assert isinstance(attention, Attention)
         norms = [attention.norm, attention.post_norm, attention.q_norm, attention.k_norm, attention.v_norm]
         norms += [None, None] if mlp is None else [mlp.norm, mlp.post_norm]
         norms.append(None if own is None else own.norm)
