@@ -280,7 +280,8 @@ def choose_drafting(
             free_memory=partial(free_memory, device),
             found=tuple(found.values()),
         )
-        one = asset.find(search)
+        unfit = _unfit_for_recurrence(name, target, draft if owner in (None, name) else None, read)
+        one = asset.find(search) if unfit is None else unfit
         if isinstance(one, Found):
             found[name] = one
         elif search.draft != draft and DRAFTERS[name].given_by == "draft":
@@ -291,6 +292,23 @@ def choose_drafting(
         drafter = default_drafter(options.policy, options.assets, missing)
     check_fits_assets(drafter, options.policy, options.draft_sampling, found, missing)
     return ChosenDrafting(drafter, found, missing)
+
+
+# the drafters that neither run the target's layers nor read their states
+BESIDE = ("lookup", "suffix", "prediction", "draft-model", "retokenize")
+
+
+def _unfit_for_recurrence(
+    name: str, target: Checkpoint, draft: Path | None, read: Callable[[], Checkpoint]
+) -> Missing | None:
+    """Return why a drafter does not draft where layers are recurrent; None: it does, or none is."""
+    whose = "the target" if target.spec.recurrent_layers and name not in BESIDE else None
+    if name == "retokenize" and draft is not None and read().spec.recurrent_layers:
+        whose = "the draft model"  # whose text changes in the middle
+    if whose is None:
+        return None
+    remedy = ("give ", Option("drafter", "lookup"), ", or a draft model of the same tokenizer")
+    return Missing(f"does not draft where layers of {whose} are recurrent", remedy)
 
 
 def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
-from foredraft.model.recurrent import RecurrentRows
+from foredraft.model.recurrent import RecurrentRows, recurrent_bytes
 from foredraft.model.spec import OUTSIDE, ModelSpec
 
 # A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
@@ -206,7 +206,7 @@ class KVCache(CacheLayers):
     @staticmethod
     def bytes_per_row(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
         """Return the memory of one row that offers `positions` positions, in bytes, slack included."""
-        return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype)
+        return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype) + recurrent_bytes(spec, dtype)
 
     @staticmethod
     def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:

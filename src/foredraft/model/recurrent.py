@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from torch import Tensor
 from foredraft.kernels import pool
 from foredraft.model.layers import Norm, Product
 from foredraft.model.recurrent_sizes import DeltaSizes
+
+if TYPE_CHECKING:
+    from foredraft.model.spec import ModelSpec
 
 LOG = 64  # positions of a log: more than those of a pass, of a draft before it, and of the taps
 LANES = 16  # values of a block of states are a multiple of it
@@ -80,6 +84,10 @@ class RecurrentRows:
         elif int(self.at[:, row].max()) > start:
             raise ValueError(f"row {row} has states at {self.at[:, row].tolist()}, behind position {start}")
 
+    def pretend(self, position: int) -> None:
+        """Let all rows stand at a position, as if they had read so much; to be timed."""
+        self.at[:] = position
+
     def copy(self, source: int, target: int) -> None:
         for part in (self.bases, self.logs, self.at):
             part[:, target] = part[:, source]
@@ -97,6 +105,14 @@ class RecurrentRows:
         """Let a row hold finite numbers alone, and begin at position 0."""
         for part in (self.bases, self.logs, self.at):
             part[:, row] = 0
+
+
+def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the memory of a row's bases and logs, in bytes."""
+    if spec.delta is None:
+        return 0
+    layer = spec.delta.state * torch.float32.itemsize + LOG * spec.delta.entry * dtype.itemsize
+    return layer * len(spec.recurrent_layers)
 
 
 def block_of(sizes: DeltaSizes) -> int:
