@@ -67,6 +67,10 @@ class CacheLayers:
         self._layer_keys = [_in_blocks(layer[0], blocked) for layer in layers]
         self._pointers = array("Q", (layer.data_ptr() for layer in layers))
 
+    def begin(self, row: int, start: int) -> int:
+        """Begin a pass of recurrent layers over a row; return the position to which their bases move."""
+        raise NotImplementedError("joined layers have no lengths")
+
     def joined(self, depth: int, other: CacheLayers) -> CacheLayers:
         layers = (*self._layers[:depth], *other._layers)
         return CacheLayers(layers, self.positions, self.slack, blocked=self.blocked)
@@ -165,6 +169,11 @@ class KVCache(CacheLayers):
             moved = keys[:, row, :, source // block, :, source % block]
             keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
+
+    def begin(self, row: int, start: int) -> int:
+        assert self.recurrent is not None
+        self.recurrent.begin(row, start)
+        return min(self.lengths[row], start)
 
     def take(self, row: int, start: int, stop: int) -> Span:
         kept = () if self.recurrent is None else self.recurrent.take(row)

@@ -115,6 +115,14 @@ def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return layer * len(spec.recurrent_layers)
 
 
+def unfit_sizes(sizes: DeltaSizes) -> str | None:
+    """Return what the kernels ask of sizes that they do not take (kernels/recurrent.inc); None: they do."""
+    for name, size, most in (("keys", sizes.key_dim, 256), ("values", sizes.value_dim, 2**16)):
+        if size % LANES or size > most:
+            return f"heads of {name} have a multiple of {LANES} numbers, {most} at most, and not {size}"
+    return None if sizes.taps <= 8 else f"convolutions have 8 taps at most, and not {sizes.taps}"
+
+
 def block_of(sizes: DeltaSizes) -> int:
     """Return how many values of a head lie together in a base."""
     return next((size for size in (64, 32, LANES) if sizes.value_dim % size == 0), sizes.value_dim)

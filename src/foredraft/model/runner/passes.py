@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import CacheLayers, KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.recurrent import Run
 from foredraft.model.spec import Plan
 
@@ -156,15 +156,13 @@ class Pass:
 
     def runs(self, queries: int, *, ragged: bool) -> tuple[Run, ...]:
         """Return the real columns of rows among those that are computed, for recurrent layers."""
-        cache, found, before = self.cache, list[Run](), 0
-        assert isinstance(cache, KVCache) and cache.recurrent is not None
+        found, before = list[Run](), 0
         for b, columns in enumerate(self.real):
             row, start, count = self.first_row + b, self.starts[b] + columns.start, len(columns)
             if count:
-                cache.recurrent.begin(row, start)
-                base = start + count if self.prefill else min(cache.lengths[row], start)
+                base = self.cache.begin(row, start)
                 first = before if ragged else b * queries + columns.start
-                found.append(Run(row, first, count, start, base))
+                found.append(Run(row, first, count, start, start + count if self.prefill else base))
             before += count
         return tuple(found)
 
