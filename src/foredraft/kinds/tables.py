@@ -134,7 +134,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "dspark": _head("a trained DSpark head", "DSPARK_ASSET"),
     "gemma4-assistant": _head("Google's drafter for a Gemma 4", "ASSISTANT_ASSET"),
     "layer-skip": DrafterKind(
-        "the model itself without some of its layers",
+        "the model without some of its layers",
         _asset("assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
