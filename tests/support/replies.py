@@ -47,7 +47,7 @@ class Written:
         request = ChatRequest.read({"messages": []})
         job = Job(request, [[5]], Submission([5], SamplingParams(), thinking=thinking), tools)
         self._generation: Any = SimpleNamespace(
-            job=job, handles=[SimpleNamespace(prompt_tokens=1)], pieces=pieces
+            job=job, handles=[SimpleNamespace(prompt_tokens=1, cached_tokens=0)], pieces=pieces
         )
 
     def streamed(self, shape: type[Reply]) -> tuple[list[Event], Sample]:

@@ -353,7 +353,7 @@ def measure_profile(
     """Measure what rounds of one row, and of as many rows as the cache has, cost."""
     samples = Samples() if samples is None else samples
     started = time.perf_counter()
-    budget, known = BUDGET_AGAIN if samples.least else BUDGET_SECONDS, len(samples.least)
+    budget, before = BUDGET_AGAIN if samples.least else BUDGET_SECONDS, len(samples.least)
     deadline = started + budget if samples.repeats < REPEATS else -math.inf
     longest = min(longest, engine.target.max_queries - 1)
     batches = sorted({1, engine.cache.rows})
@@ -368,7 +368,7 @@ def measure_profile(
     measured |= reading.measure(samples, deadline)
     progress(len(batches), len(batches))
     seconds = time.perf_counter() - started if measured else 0.0
-    samples.repeats += measured and len(samples.least) == known
+    samples.repeats += measured and len(samples.least) == before
     steady = [known for each in forwards for known in each.steady(samples)]
     steady += [*host.steady(samples), *reading.steady(samples)]
     doubt = _doubt(seconds, budget, steady, host.sound)
