@@ -69,6 +69,12 @@ class Layer:
     scalar: float | Tensor = 1.0  # the factor on what leaves the layer; a tensor, [1], where it is trained
 
     @property
+    def attending(self) -> Attention:
+        """The weights of a layer that attends."""
+        assert isinstance(self.attention, Attention)
+        return self.attention
+
+    @property
     def products(self) -> list[Product]:
         mlp = [] if self.mlp is None else [self.mlp.gate_up, self.mlp.down]
         inputs = [] if self.input is None else [self.input.gate, self.input.output]

@@ -317,16 +317,24 @@ class _Builder:
         return weight
 
     def linear(
-        self, names: dict[str, int], columns: int, has_bias: bool = False, order: Tensor | None = None
+        self,
+        names: dict[str, int],
+        columns: int,
+        has_bias: bool = False,
+        order: Tensor | None = None,
+        *,
+        few_bits: bool = True,
     ) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows, in an order [M]."""
-        make = partial(self._product, names, columns, has_bias, order)
+        make = partial(self._product, names, columns, has_bias, order, self.bits if few_bits else None)
         product: Any = make() if self.kept is None else self.kept.product(" ".join(names), make)
         inputs = inputs_of(names, columns, self.spec.quantisation)
         made: Product = product if inputs is None else replace(product, inputs=inputs)
         return made
 
-    def _product(self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None) -> Product:
+    def _product(
+        self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None, bits: int | None
+    ) -> Product:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         # a head that is tied to the embedding has a bias of its own
@@ -340,8 +348,8 @@ class _Builder:
             return pack_pieces((sum(names.values()), columns), stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         weight = _in_order(weight, order)
-        if self.bits is not None and CodeFormat(self.bits).holds(columns) and not weight.is_meta:
-            codes = quantise(weight, self.bits)
+        if bits is not None and CodeFormat(bits).holds(columns) and not weight.is_meta:
+            codes = quantise(weight, bits)
             if self.native:
                 return pack_codes(codes, weight.dtype, bias, self.arena)
             weight = codes.expand(weight.dtype)
@@ -408,7 +416,7 @@ class _Builder:
         return Delta(
             norm=self.norm(f"{prefix}.input_layernorm"),
             qkv=self.linear(qkv, spec.hidden_size),
-            rates=self.linear(rates, spec.hidden_size),
+            rates=self.linear(rates, spec.hidden_size, few_bits=False),
             taps=taps.view(sizes.channels, sizes.taps),
             decay=exponents if exponents.is_meta else -torch.exp(exponents),
             bias=self._exact(f"{own}.dt_bias", each),
