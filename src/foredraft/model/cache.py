@@ -67,7 +67,7 @@ class CacheLayers:
         self._layer_keys = [_in_blocks(layer[0], blocked) for layer in layers]
         self._pointers = array("Q", (layer.data_ptr() for layer in layers))
 
-    def begin(self, row: int, start: int) -> int:
+    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
         """Begin a pass of recurrent layers over a row; return the position to which their bases move."""
         raise NotImplementedError("joined layers have no lengths")
 
@@ -170,10 +170,11 @@ class KVCache(CacheLayers):
             keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
 
-    def begin(self, row: int, start: int) -> int:
+    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
         assert self.recurrent is not None
-        self.recurrent.begin(row, start)
-        return min(self.lengths[row], start)
+        base = start + count if certain else min(self.lengths[row], start)
+        self.recurrent.begin(row, start, start if certain else start + count, base)
+        return base
 
     def take(self, row: int, start: int, stop: int) -> Span:
         kept = () if self.recurrent is None else self.recurrent.take(row)

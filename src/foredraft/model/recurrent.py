@@ -69,7 +69,7 @@ class RecurrentRows:
     """The bases and logs of all rows, layer by layer."""
 
     def __init__(self, sizes: DeltaSizes, layers: int, rows: int, device: torch.device, dtype: torch.dtype):
-        blocks = sizes.value_dim // block_of(sizes)
+        self.taps, blocks = sizes.taps, sizes.value_dim // block_of(sizes)
         shape = (layers, rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
         self.logs = pool.zeros((layers, rows, LOG, sizes.entry), dtype, device)
@@ -77,12 +77,16 @@ class RecurrentRows:
             layers, rows, dtype=torch.int64
         )  # the positions of the bases; 0: a base of zeros
 
-    def begin(self, row: int, start: int) -> None:
-        """Let a row begin anew at position 0; from any other one on, its bases must be there already."""
+    def begin(self, row: int, start: int, stop: int, base: int) -> None:
+        """Begin a pass over positions of a row, at 0 anew; its log holds what is between bases and `stop`."""
+        at = self.at[:, row]
         if start == 0:
-            self.at[:, row] = 0
-        elif int(self.at[:, row].max()) > start:
-            raise ValueError(f"row {row} has states at {self.at[:, row].tolist()}, behind position {start}")
+            at[:] = 0
+        first, last = int(at.min()), int(at.max())
+        if last > start or start - first > LOG - self.taps or stop - max(first, base) > LOG - self.taps:
+            raise ValueError(
+                f"row {row} has states at {first} to {last}, not for positions {start} to {stop}"
+            )
 
     def pretend(self, position: int) -> None:
         """Let all rows stand at a position, as if they had read so much; to be timed."""

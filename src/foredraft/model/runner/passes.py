@@ -160,9 +160,9 @@ class Pass:
         for b, columns in enumerate(self.real):
             row, start, count = self.first_row + b, self.starts[b] + columns.start, len(columns)
             if count:
-                base = self.cache.begin(row, start)
+                base = self.cache.begin(row, start, count, certain=self.prefill)
                 first = before if ragged else b * queries + columns.start
-                found.append(Run(row, first, count, start, start + count if self.prefill else base))
+                found.append(Run(row, first, count, start, base))
             before += count
         return tuple(found)
 

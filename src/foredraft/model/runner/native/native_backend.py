@@ -268,7 +268,9 @@ class NativeBackend:
         read = [token for row in active for token in inputs.tokens[row]]
         starts, tokens = inputs.starts, inputs.tokens
         groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
-        bases = [cache.begin(row, starts[row]) for row in active] if self.decoder.spec.delta else ()
+        counts = {row: len(tokens[row]) + inputs.lengths[row] - 1 for row in active}
+        recurs = self.decoder.spec.delta is not None
+        bases = [cache.begin(row, starts[row], counts[row]) for row in active] if recurs else ()
         pass_ = pass_struct(cache, groups, self._rotary, None, bases, self._rows_of(cache))
         drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
         most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
