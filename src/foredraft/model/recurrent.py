@@ -73,9 +73,8 @@ class RecurrentRows:
         shape = (layers, rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
         self.logs = pool.zeros((layers, rows, LOG, sizes.entry), dtype, device)
-        self.at = torch.zeros(
-            layers, rows, dtype=torch.int64
-        )  # the positions of the bases; 0: a base of zeros
+        # the positions of the bases; that at 0 is zero, whatever is stored
+        self.at = torch.zeros(layers, rows, dtype=torch.int64)
 
     def begin(self, row: int, start: int, stop: int, base: int) -> None:
         """Begin a pass over positions of a row, at 0 anew; its log holds what is between bases and `stop`."""
