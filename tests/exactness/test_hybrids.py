@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from foredraft.model.cache import KVCache
 from foredraft.model.recurrent import RecurrentRows
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint
+from tests.support.heads import save_head
 from tests.support.hybrids import VARIANTS, save_hybrid
 from tests.support.loaded import engine_of
-from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by
+from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by, replaced
 from tests.support.mutations import around
 
 LENGTH = 300
@@ -124,6 +127,21 @@ def test_so_do_weights_of_few_bits(bits: int) -> None:
     check_widths(runner_of(bits=bits))
 
 
+def test_so_do_batches_of_many_rows() -> None:
+    """As many that a thread takes several blocks of heads at a time: a position has the bits that it has alone."""
+    keys = {"linear_num_value_heads": 32, "num_hidden_layers": 4}
+    runner = Runner(
+        load_decoder(save_hybrid(Path(tempfile.mkdtemp()), dtype="bfloat16", **keys), native=True)
+    )
+    reading, rows, tokens = Reading(runner, 70), 70, tokens_of(4, 12)
+    for at in range(0, 12, 3):
+        reading.go_on([tokens[at : at + 3]] * rows, [3] * rows)
+    alone = Reading(runner)
+    for token in tokens:
+        alone.go_on([[token]], [1])
+    assert all(same(found, alone.logits[0]) for found in reading.logits)
+
+
 def check_prompts() -> None:
     """By the kernels, a chunk of a prompt is a pass like any other, wherever it ends."""
     runner = runner_of()
@@ -199,8 +217,6 @@ def drafts(kind: str) -> Path:
 
 
 def save_attending(place: Path, **keys: Any) -> Path:
-    from tests.support.checkpoints import save_checkpoint
-
     return save_checkpoint(place, vocab_size=320, tokenizer=True)
 
 
@@ -231,9 +247,70 @@ def test_prompts_that_are_kept_give_the_same_texts() -> None:
     first.close()
 
 
+def test_a_draft_model_reads_what_the_prefix_cache_has_of_the_target_alone() -> None:
+    llm = foredraft.load(
+        folder(), device="cpu", max_batch=2, max_length=900, draft=folder(layers=4), policy="fixed"
+    )
+    engine_of(llm).prefix_cache = PrefixCache(1 << 26)
+    prompt = "x = [1, 2, 3]\n" * 50
+    [plain] = llm.generate([prompt], replace(GREEDY, drafter="none"))
+    [drafted] = llm.generate([prompt], GREEDY)
+    assert drafted.cached_tokens and drafted.stats.drafted and drafted.token_ids == plain.token_ids
+    llm.close()
+
+
+def test_every_choice_has_the_scores_of_its_prompt() -> None:
+    outputs = loaded().generate(TEXTS[2:3], replace(SEEDED, prompt_logprobs=0, max_new_tokens=1), n=4)
+    scores = [each.prompt_logprobs for each in outputs]
+    assert len({len(each) for each in scores}) == 1 and len(scores[0]) == outputs[0].prompt_tokens
+    assert all(each == scores[0] for each in scores)
+
+
+@pytest.mark.parametrize("drafted", [31, 63])
+def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
+    """For a target that attends, and so takes longer drafts."""
+    target = save_attending(Path(tempfile.mkdtemp()))
+    llm = foredraft.load(
+        target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
+    )
+    text = llm.generate(TEXTS[:2], replace(GREEDY, drafter="none"))
+    found = llm.generate(TEXTS[:2], GREEDY)
+    assert [each.token_ids for each in found] == [each.token_ids for each in text]
+    assert max(each.stats.drafted for each in found) > 31
+    llm.close()
+
+
+def test_a_draft_model_that_broke_off_reads_its_text_anew() -> None:
+    """Out of memory, behind layers that had read on: the request goes on, or ends, and the next one is sound."""
+    llm = loaded(draft=str(folder(layers=4)))
+    drafter: Any = engine_of(llm).drafters["draft-model"]
+    row = SimpleNamespace(row=0, id=-7, tokens=tokens_of(2, 90))
+    drafter.read(row, 0, 40)
+    runner = drafter.draft_pass.runner
+    with replaced(runner, "prefill", broken_off(runner.prefill)), pytest.raises(torch.OutOfMemoryError):
+        drafter.read(row, 40, 60)
+    assert drafter.length(row) == 0
+    drafter.read(row, 0, 60)
+
+
+def broken_off(prefill: Any) -> Any:
+    def mutated(*given: Any, **more: Any) -> None:
+        prefill(*given, **more)
+        raise torch.OutOfMemoryError
+
+    return mutated
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="ban_mode is 'rollback', but recurrent layers"):
         loaded().generate(TEXTS[:1], replace(GREEDY, ban=("x",), ban_mode="rollback"))
+    with pytest.raises(ConfigError, match="eagle3 does not draft where layers of the target are recurrent"):
+        foredraft.load(
+            folder(), device="cpu", draft=save_head(Path(tempfile.mkdtemp()) / "head", "speculators", 320)
+        )
+    other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
+    with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
+        foredraft.load(other, device="cpu", draft=folder())
     for name in ("layer-skip", "low-bit"):
         with pytest.raises(
             ConfigError, match=f"{name} does not draft where layers of the target are recurrent"
@@ -263,7 +340,7 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
     ],
     check_rows: [
         ("states stay behind", RecurrentRows.copy, lambda _: no_row_moves),
-        ("what is taken lacks the log", RecurrentRows.take, around(lambda take, own, row: (lambda bases, logs, at: (bases, torch.zeros_like(logs), at))(*take(own, row)))),
+        ("what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),
         ("what is put back stands a token off", RecurrentRows.put_back, around(lambda put, own, row, parts: put(own, row, (parts[0], parts[1], parts[2] - 1, *parts[3:])))),
     ],
 }  # fmt: skip

@@ -177,7 +177,7 @@ class KVCache(CacheLayers):
         return base
 
     def take(self, row: int, start: int, stop: int) -> Span:
-        kept = () if self.recurrent is None else self.recurrent.take(row)
+        kept = () if self.recurrent is None else self.recurrent.take(row, stop)
         return Span(row, start, stop, (*kept, *(part.clone() for part in self._views(row, start, stop))))
 
     def put_back(self, span: Span) -> None:

@@ -95,14 +95,18 @@ class RecurrentRows:
         for part in (self.bases, self.logs, self.at):
             part[:, target] = part[:, source]
 
-    def take(self, row: int) -> tuple[Tensor, ...]:
-        return tuple(part[:, row].clone() for part in (self.bases, self.logs, self.at))
+    def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
+        """Return copies of what a row holds up to a position; where bases are there, few entries of the log."""
+        at = self.at[:, row].clone()
+        places = torch.arange(stop - (self.taps - 1 if bool((at == stop).all()) else LOG), stop) % LOG
+        return self.bases[:, row].clone(), self.logs[:, row, places.to(self.logs.device)], at, places
 
     def put_back(self, row: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Take what `take` gave back, and return the parts behind it."""
-        for part, kept in zip((self.bases, self.logs, self.at), parts, strict=False):
-            part[:, row] = kept
-        return parts[3:]
+        bases, log, at, places, *others = parts
+        self.bases[:, row], self.at[:, row] = bases, at
+        self.logs[:, row, places.to(self.logs.device)] = log.to(self.logs.device)
+        return tuple(others)
 
     def wipe(self, row: int) -> None:
         """Let a row hold finite numbers alone, and begin at position 0."""

@@ -212,6 +212,9 @@ def quantise_checkpoint(
     check_out(out, lambda folder: False)
     documents: list[Document] = []
     if data:
+        if checkpoint.spec.recurrent_layers:
+            problem = f"but what {checkpoint.source} loses is not measured, since its layers are recurrent"
+            raise ConfigError(problem, option="data", remedy="leave it out")
         if checkpoint.tokenizer is None:
             raise ConfigError(
                 f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),

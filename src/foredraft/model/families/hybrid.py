@@ -52,11 +52,8 @@ def qwen3_5(read: ConfigReader) -> dict[str, Any]:
     for key, neutral in SAID.items():
         if read.take(key) not in (None, *neutral):
             raise read.error(key, f"only {neutral[0]} is supported")
-    return {
-        "windows": windows,
-        "recurrent_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-        "delta": delta_sizes(read),
-    }
+    recurrent, sizes = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), delta_sizes(read)
+    return {"windows": windows, "recurrent_layers": recurrent, "delta": sizes if recurrent else None}
 
 
 FAMILIES: dict[str, Family] = {
