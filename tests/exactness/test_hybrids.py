@@ -273,8 +273,9 @@ def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
     llm = foredraft.load(
         target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
     )
-    text = llm.generate(TEXTS[:2], replace(GREEDY, drafter="none"))
-    found = llm.generate(TEXTS[:2], GREEDY)
+    long = replace(GREEDY, max_new_tokens=90)
+    text = llm.generate(TEXTS[:2], replace(long, drafter="none"))
+    found = llm.generate(TEXTS[:2], long)
     assert [each.token_ids for each in found] == [each.token_ids for each in text]
     assert max(each.stats.drafted for each in found) > 31
     llm.close()

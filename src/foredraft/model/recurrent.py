@@ -96,7 +96,7 @@ class RecurrentRows:
             part[:, target] = part[:, source]
 
     def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
-        """Return copies of what a row holds up to a position; where bases are there, few entries of the log."""
+        """Return copies of what a row holds up to a position; where bases are there, little of the log."""
         at = self.at[:, row].clone()
         places = torch.arange(stop - (self.taps - 1 if bool((at == stop).all()) else LOG), stop) % LOG
         return self.bases[:, row].clone(), self.logs[:, row, places.to(self.logs.device)], at, places
