@@ -42,7 +42,7 @@ SPIKE = 1e4  # a lead of so much leaves all other tokens nothing in float32
 
 
 class TokenCache:
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype, recurrent = torch.device("cpu"), torch.float32, None
 
     def __init__(self, vocabulary: int, rows: int, positions: int, slack: int = 16) -> None:
         self.rows, self.positions, self.slack = rows, positions, slack

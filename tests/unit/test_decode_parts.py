@@ -72,6 +72,8 @@ def test_a_prompt_may_contain_eos() -> None:
 
 
 class Log:
+    recurrent = None
+
     def __init__(self, rows: int) -> None:
         self.rows, self.lengths = rows, [0] * rows
         self.done: list[tuple[Any, ...]] = []

@@ -63,7 +63,7 @@ class Machine:
 
 
 class FakeCache:
-    device, dtype = CPU, torch.float32
+    device, dtype, recurrent = CPU, torch.float32, None
 
     def __init__(self, rows: int, positions: int) -> None:
         self.rows, self.positions, self.lengths = rows, positions, [0] * rows

@@ -122,7 +122,9 @@ def memory(found: Inspection, width: int | None) -> list[str]:
         for bits, label in sorted(labels.items(), reverse=True)
         if any(bits in model.weight_bytes for model in models)
     ]
-    cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
+    rows.append((f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models)))
+    if any(model.state_bytes for model in models):
+        rows.append(("states of a text", *(in_gib(model.state_bytes) for model in models)))
     coded = any(model.quantisation is not None for model in models)
     note = ["Quantised weights stay coded where the kernels read their format; the dtype is of the others."]
     expanded = [
@@ -137,7 +139,7 @@ def memory(found: Inspection, width: int | None) -> list[str]:
         if (size := models[0].larger_bytes.get(bits)) is not None
     ]
     header = "GiB", *(model.role for model in models)
-    return [*table([header, *rows, cache], width), *left_out, *note * coded, *expanded]
+    return [*table([header, *rows], width), *left_out, *note * coded, *expanded]
 
 
 def in_gib(size: int) -> str:

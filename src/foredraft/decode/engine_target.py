@@ -142,14 +142,13 @@ def prefill_chunk(
         scores = score_chunk(target.head, forward.hidden, sequence, start, vocab_ops)
         if scores is None:
             return False
-        # another choice reads the prompt again where its first reader was cancelled
-        del sequence.prompt_scores[start + 1 :]
-        sequence.prompt_scores += scores
+        # another choice may have read so far: they share one list
+        sequence.prompt_scores += scores[len(sequence.prompt_scores) - (start + 1) :]
     for drafter in drafters:
         if drafter.aux_layers:
             states = {d: forward.aux_states[d][0, : end - start] for d in drafter.aux_layers}
             drafter.observe(sequence, start, states)
         fits = drafter.max_length is None or stop <= drafter.max_length  # else it can never draft here
         if drafters_read and fits and isinstance(drafter, AutoregressiveDrafter):
-            drafter.read(sequence, start, end)
+            drafter.read(sequence, min(start, drafter.length(sequence)), end)
     return True

@@ -58,6 +58,8 @@ class Rows:
         unique = {id(cache): cache for cache in caches}  # a self-drafter shares the target's
         self.caches = list(unique.values())
         self.capacity = min(cache.rows for cache in self.caches)
+        # whether a row may go back to an earlier position, which the states of recurrent layers do not
+        self.can_be_cut = all(cache.recurrent is None for cache in self.caches)
         self.sequences: list[Sequence] = []
 
     def add(self, sequence: Sequence, donor: Sequence | None = None) -> None:
@@ -209,7 +211,8 @@ class Scheduler:
             return None
         if state is State.RUNNING and sequence.cache_finite and self._queues:
             choice = self._next
-            if choice is not None and choice.parked is None and choice.group == sequence.group is not None:
+            fresh = choice is not None and choice.parked is None and self.rows.can_be_cut
+            if choice is not None and fresh and choice.group == sequence.group is not None:
                 self._unqueue(choice)
                 for cache in self.rows.caches:  # the row holds the choice's prompt already
                     cache.lengths[sequence.row] = _prompt_rows(cache, sequence, choice)
@@ -270,6 +273,6 @@ class Scheduler:
         return len(self.rows.sequences) == self.rows.capacity
 
     def _donor(self, sequence: Sequence) -> Sequence | None:
-        if sequence.group is None:
+        if sequence.group is None or not self.rows.can_be_cut:
             return None
         return next((s for s in self.rows.sequences if s.group == sequence.group), None)

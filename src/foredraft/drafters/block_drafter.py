@@ -121,7 +121,7 @@ class BlockHead:
         context = own.context(spec, width, length, starts, counts, first_row)
         x = torch.cat([each for each in contexts if len(each)])
         for index, layer in enumerate(self.layers):
-            weights = layer.attention
+            weights = layer.attending
             kv = cast(Projections, weights.qkv).keys_values(x).view(len(x), 2 * spec.kv_heads, spec.head_dim)
             if weights.k_norm is not None:
                 keys, values = torch.split(kv, spec.kv_heads, 1)
@@ -146,7 +146,7 @@ class BlockHead:
             if self.convolutions:
                 x = self._convolved(index, x, context)
                 continue
-            attended = attend(spec, index, project(spec, layer.attention, x, None), context)
+            attended = attend(spec, index, project(spec, layer.attending, x, None), context)
             x = finish(spec, layer, x, attended, True, None)
         return at_columns(self.norm(x), context.real, batch * record.block).view(batch, record.block, -1)
 
@@ -156,7 +156,7 @@ class BlockHead:
             self.record.spec, self.layers[index], self.convolutions[index],
         )  # fmt: skip
         entering, leave = around_attention(cast(RMSNorm, layer.attention.norm)(x), self.record.block)
-        projected = project(spec, replace(layer.attention, norm=None), entering, None)
+        projected = project(spec, replace(layer.attending, norm=None), entering, None)
         x = x + leave(layer.attention.output(attend(spec, index, projected, context)))
         mlp = cast(MLP, layer.mlp)
         entering, leave = around_mlp(cast(RMSNorm, mlp.norm)(x), self.record.block)

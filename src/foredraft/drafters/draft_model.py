@@ -188,6 +188,8 @@ class DraftModel(AutoregressiveDrafter):
         self.max_length = longest
         self.cache = runner.new_cache(rows, longest)
         self.caches = (self.cache,)
+        if self.cache.recurrent is not None:  # whose log reaches so far
+            self.max_draft = runner.max_queries - 1
         self._stepped: dict[int, int] = {}  # row -> positions in the cache after this round's steps
         self._starts: dict[int, int] = {}  # sequence id -> where its text begins, if not at 0
 
@@ -209,7 +211,11 @@ class DraftModel(AutoregressiveDrafter):
             tokens = sequence.tokens[first + start : first + end]
             if self.vocabulary is not None:
                 tokens = [self.vocabulary.draft_ids[token] for token in tokens]
-            runner.prefill(self.cache, sequence.row, tokens, start)
+            try:
+                runner.prefill(self.cache, sequence.row, tokens, start)
+            except BaseException:
+                self.cache.lengths[sequence.row] = 0  # some layers may have read on
+                raise
             start = end
         self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)
 

@@ -168,10 +168,10 @@ class Eagle3Head:
         x = torch.cat([self.embed(ids), state], -1)
         x = self.fc(x) if self.record.pair_fc else x
         first = self.layers[0]
-        attended = attend(spec, 0, project(spec, first.attention, x, None), context)
+        attended = attend(spec, 0, project(spec, first.attending, x, None), context)
         x = finish(spec, first, x if self.record.pair_fc else self.residual(state), attended, True, None)
         for index, layer in enumerate(self.layers[1:], 1):
-            attended = attend(spec, index, project(spec, layer.attention, x, None), context)
+            attended = attend(spec, index, project(spec, layer.attending, x, None), context)
             x = finish(spec, layer, x, attended, True, None)
         return at_columns(x, real, batch * width).view(batch, width, -1)
 

@@ -19,6 +19,7 @@ enum {
     MAX_ROWS = 64,       // rows of a product that share one pass over a weight block
     MAX_HEAD_DIM = 512,  // also MAX_HEAD_DIM in model/runner/native/passes.py
     CACHE_LINE = 64,     // bytes
+    LOG = 64, MAX_KEY_DIM = 256, MAX_VALUES = 64, MAX_TAPS = 8,  // of recurrent layers, as in model/recurrent.py
 };
 enum {
     KEYS = 128,    // keys that one step of the online softmax covers
@@ -53,6 +54,18 @@ typedef struct { const void *weight; const float *bias; int64_t n, k; CodeFormat
 // 0: all heads have one.
 typedef struct { const void *weight; const float *bias; float eps; int32_t wide, centred, apart; } Norm;
 
+// A gated delta net, which a layer has in the place of attention (recurrent.inc); without weights there is none. rates: projects b
+// and a of every head of values. weights: of the convolution, [taps, channels]. block: values of a head that lie together.
+typedef struct {
+    Linear rates;
+    const float *weights, *decay, *bias, *norm;
+    int64_t key_heads, value_heads, key_dim, value_dim, taps, block;
+    float eps;  // of the norm
+} Delta;
+
+// The channels that are convolved: queries, keys and values.
+static inline int64_t channels_of(const Delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
+
 // A layer. reads: its keys and values are those of another layer, so it has queries alone. joined: its values are its keys as
 // they were projected, so it has no others.
 typedef struct {
@@ -67,6 +80,7 @@ typedef struct {
     int64_t inner;             // of the MLP
     int64_t reads, joined;
     float scalar;              // the factor on what leaves the layer
+    Delta delta;
 } Layer;
 
 // gated: the MLP multiplies the activation of its first half by its second. parallel: the MLP reads what enters the layer.
@@ -76,6 +90,7 @@ enum { SILU, GELU_TANH, GELU, RELU };  // activations
 typedef struct {
     int64_t layers, hidden, heads, activation, gated, parallel, together, sums;
     int64_t wide;  // elements of the widest of qkv, gate_up and input_gate of all layers
+    int64_t gates;  // attention is gated: qkv has the gates of what the heads give behind the values
     int64_t room;  // elements of work memory that the inputs of a product take, as integers or as floats
     float scale, softcap, logit_softcap;  // of attention scores, twice; of logits. A cap of 0: none
     const void *embedding;  // [vocabulary, hidden]; null: the rows of `tied`
@@ -100,6 +115,10 @@ typedef struct {
     Linear join;
 } Model;
 
+// What a recurrent layer keeps: bases [rows, value_heads, blocks, key_dim, block], a log [rows, LOG, channels, b and a], and the
+// positions of the bases [rows], where one at 0 is zero.
+typedef struct { float *bases; void *log; int64_t *at; } Recurrent;
+
 // Columns of a ragged batch. A group is a run of columns of one cache row at successive positions. A leaf of a token tree is a
 // group of one column whose key and value lie elsewhere in the row, because another column has them at its position: tree
 // attention takes them as if they lay there, and no other column sees them.
@@ -111,6 +130,8 @@ typedef struct {
     void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
     const void *inputs;  // [columns, input_layers, input_size], or the embeddings of pairs [columns, hidden]; null without both
+    const int64_t *base;         // [groups]: the position to which the bases of the row move
+    const Recurrent *recurrent;  // [layers]; null where no layer is recurrent
 } Pass;
 
 // How far behind their positions the keys and values of a group lie; 0 but for a leaf.
@@ -140,7 +161,7 @@ static inline int64_t few_rows(int64_t n) { return n < WORTHWHILE ? WORTHWHILE /
 
 // The heads of a column of qkv: queries, then keys and values as far as the layer has any.
 static inline int64_t column_heads(const Model *m, const Layer *l) {
-    return m->heads + (l->reads ? 0 : l->joined ? l->kv_heads : 2 * l->kv_heads);
+    return m->heads + (l->reads ? 0 : l->joined ? l->kv_heads : 2 * l->kv_heads) + (m->gates ? m->heads : 0);
 }
 
 // The query rows of group g that share a key head.
@@ -163,7 +184,7 @@ static inline int has_inputs(const Model *m) {
 // Operations of the parts of a pass: a product may round, order and widen its inputs first.
 enum {
     PRODUCT_OPERATIONS = 4,
-    LAYER_OPERATIONS = 4 * PRODUCT_OPERATIONS + 9,
+    LAYER_OPERATIONS = 5 * PRODUCT_OPERATIONS + 10,
     INPUT_OPERATIONS = 2 * PRODUCT_OPERATIONS + 4,  // of a layer's input and scalar
     PAIR_OPERATIONS = 1 + PRODUCT_OPERATIONS,
     HEAD_OPERATIONS = 1 + PRODUCT_OPERATIONS,
@@ -188,7 +209,7 @@ static inline int64_t rotary_tables(const Model *m) {
 
 // The bytes of the copies of a pass and of two masks [layers].
 static int64_t pass_bytes(const Model *m, const Pass *p) {
-    return sizeof(int64_t) * (5 * p->groups + rotary_tables(m) + m->layers) + 2 * m->layers + 8 * LANES;
+    return sizeof(int64_t) * (6 * p->groups + rotary_tables(m) + m->layers) + (2 + sizeof(Recurrent)) * m->layers + 10 * LANES;
 }
 
 static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
@@ -201,6 +222,10 @@ static Pass copied_pass(const Model *m, const Pass *p, char **memory) {
     if (p->slot) pass.slot = copied(p->slot, groups, memory);
     pass.rotary = copied(p->rotary, rotary_tables(m) * sizeof(void *), memory);
     pass.cache = copied(p->cache, m->layers * sizeof(void *), memory);
+    if (p->recurrent) {
+        pass.base = copied(p->base, groups, memory);
+        pass.recurrent = copied(p->recurrent, m->layers * sizeof(Recurrent), memory);
+    }
     return pass;
 }
 
@@ -332,6 +357,7 @@ static inline __attribute__((always_inline)) float softmax_step(
     return rescale;
 }
 
+#include "states.inc"
 #include "tiles.inc"
 
 // The templates of passes.inc and fused.inc: E is the element type, WORD the elements of a 32-bit word, HALF whether they are

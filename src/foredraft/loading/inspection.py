@@ -29,6 +29,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import BITS
+from foredraft.model.recurrent import recurrent_bytes
 from foredraft.model.runner import unserved_because
 from foredraft.model.source import weights_to_come
 from foredraft.model.weights import expanded_bytes, load_decoder, parameter_count
@@ -69,6 +70,7 @@ class ModelInfo:
     larger_bytes: Mapping[int, int]  # the same for the bits with which it would save none
     expanded_bytes: Mapping[str, int]  # of formats whose weights are expanded to the dtype
     cache_bytes: int  # bytes of the keys and values of `CACHED_TOKENS` tokens
+    state_bytes: int  # bytes of the states and logs of recurrent layers, for each text of any length
     loras: tuple[LoraInfo, ...] = ()  # the LoRAs that are merged into it
 
 
@@ -215,6 +217,7 @@ def _model_info(
         if spec.quantisation is None
         else expanded_bytes(spec, device, dtype, native=served),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, dtype),
+        state_bytes=recurrent_bytes(spec, dtype),
         loras=tuple(_lora_info(name, folder) for name, folder in checkpoint.source.loras),
     )
 

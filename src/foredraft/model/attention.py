@@ -15,7 +15,7 @@ cuts a sum by its length.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import RowSpan, soft_cap
+from foredraft.model.recurrent import Run
 from foredraft.model.rope import Rope, rope_table
 from foredraft.model.spec import ModelSpec, Plan
 
@@ -58,6 +59,7 @@ class PassInputs:
     hidden: Tensor | None = None  # that enter the first layer, [B, T, D]; None: `tokens` are given
     real: Tensor | None = None  # the columns b * T' + t that a ragged pass computes, [N]; None computes all
     at: Tensor | None = None  # the column of each row whose logits are wanted, [B]; None wants all
+    runs: tuple[Run, ...] | None = None  # the real columns of rows, where layers are recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class ForwardContext:
     real: Tensor | None  # the columns b * T' + t that a ragged pass computes, [N]; None computes all
     query_rotary: Rotation | None = None  # that of queries; None: they are rotated as keys are
     layer_inputs: Tensor | None = None  # of the tokens themselves, [N, layers, I]
+    runs: Sequence[Run] | None = None  # the columns of rows, for recurrent layers
 
 
 def build_context(
@@ -203,7 +206,7 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) ->
             _rotate(qkv[:, :heads], context.query_rotary)
             _rotate(qkv[:, heads : heads + kv_heads], rotation)
     if spec.stores(layer):
-        _store(qkv[:, heads:], layer, kv_heads, context, context.write[window])
+        _store(qkv[:, heads : heads + 2 * kv_heads], layer, kv_heads, context, context.write[window])
     q = at_columns(qkv[:, :heads], context.real, batch * queries)
     q = q.view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
@@ -211,7 +214,8 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, context: ForwardContext) ->
     out = masked_attention(spec, q, k, v, context.masks[window], shape.apart)
     out = out.view(batch, kv_heads, queries, groups, dim).permute(0, 2, 1, 3, 4)
     out = out.reshape(batch * queries, heads * dim)
-    return out if context.real is None else out[context.real]
+    out = out if context.real is None else out[context.real]
+    return out * torch.sigmoid(qkv[:, heads + 2 * kv_heads :]).flatten(1) if spec.gated_attention else out
 
 
 def inject(spec: ModelSpec, layer: int, kv: Tensor, context: ForwardContext) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels import pool
+from foredraft.model.recurrent import RecurrentRows, recurrent_bytes
 from foredraft.model.spec import OUTSIDE, ModelSpec
 
 # A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
@@ -55,6 +56,8 @@ class Span:
 class CacheLayers:
     """The keys and values that a pass reads and writes, layer by layer: of one cache, or of two joined."""
 
+    recurrent: RecurrentRows | None = None  # what recurrent layers keep
+
     def __init__(self, layers: Sequence[Tensor], positions: int, slack: int, *, blocked: bool) -> None:
         _, self.rows, _, self.stored, _ = layers[0].shape
         assert all(layer.shape[1] == self.rows and layer.shape[3] == self.stored for layer in layers)
@@ -63,6 +66,10 @@ class CacheLayers:
         self._layers = tuple(layers)
         self._layer_keys = [_in_blocks(layer[0], blocked) for layer in layers]
         self._pointers = array("Q", (layer.data_ptr() for layer in layers))
+
+    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
+        """Begin a pass of recurrent layers over a row; return the position to which their bases move."""
+        raise NotImplementedError("joined layers have no lengths")
 
     def joined(self, depth: int, other: CacheLayers) -> CacheLayers:
         layers = (*self._layers[:depth], *other._layers)
@@ -120,9 +127,13 @@ class KVCache(CacheLayers):
         for (heads, dim), layers in own.items():
             self.planes.append(pool.zeros((len(layers), 2, rows, heads, stored, dim), dtype, device))
             places |= zip(layers, self.planes[-1].unbind(), strict=True)
+        # a recurrent layer has no keys of its own, and reads none
+        places |= dict.fromkeys(spec.recurrent_layers, next(iter(places.values())))
         stored_in = (layer if layer in places else spec.source_of(layer) for layer in range(spec.layers))
         all_layers = [places[layer] for layer in stored_in]
         super().__init__(all_layers, positions, slack, blocked=blocked)
+        if spec.delta is not None:
+            self.recurrent = RecurrentRows(spec.delta, len(spec.recurrent_layers), rows, device, dtype)
         self.lengths = [0] * rows  # the valid positions of each row; the owner of the sequences sets them
         # keys in blocks, and values [layers, R, H, P, D], of every plane
         self._pairs = [(_in_blocks(plane[:, 0], blocked), plane[:, 1]) for plane in self.planes]
@@ -148,6 +159,8 @@ class KVCache(CacheLayers):
         """Copy the first `length` positions of row `source` to row `target`, and set the target's length."""
         if source != target:
             _copy(self._views(source, 0, length), self._views(target, 0, length))
+            if self.recurrent is not None:
+                self.recurrent.copy(source, target)
         self.lengths[target] = length
 
     def move(self, row: int, source: int, target: int) -> None:
@@ -157,11 +170,21 @@ class KVCache(CacheLayers):
             keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
 
+    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
+        assert self.recurrent is not None
+        base = start + count if certain else min(self.lengths[row], start)
+        self.recurrent.begin(row, start, start if certain else start + count, base)
+        return base
+
     def take(self, row: int, start: int, stop: int) -> Span:
-        return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))
+        kept = () if self.recurrent is None else self.recurrent.take(row, stop)
+        return Span(row, start, stop, (*kept, *(part.clone() for part in self._views(row, start, stop))))
 
     def put_back(self, span: Span) -> None:
-        _copy(span.parts, self._views(span.row, span.start, span.stop))
+        parts = span.parts
+        if self.recurrent is not None:
+            parts = self.recurrent.put_back(span.row, parts)
+        _copy(parts, self._views(span.row, span.start, span.stop))
 
     def wipe(self, row: int, length: int) -> None:
         for part in self._views(row, length, self.stored):
@@ -186,12 +209,14 @@ class KVCache(CacheLayers):
 
     def zero_row(self, row: int) -> None:
         self.wipe(row, 0)
+        if self.recurrent is not None:
+            self.recurrent.wipe(row)
         self.lengths[row] = 0
 
     @staticmethod
     def bytes_per_row(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
         """Return the memory of one row that offers `positions` positions, in bytes, slack included."""
-        return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype)
+        return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype) + recurrent_bytes(spec, dtype)
 
     @staticmethod
     def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:

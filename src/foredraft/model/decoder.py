@@ -28,6 +28,7 @@ from foredraft.model.layers import (
     product,
     soft_cap,
 )
+from foredraft.model.recurrent import Delta, mix
 from foredraft.model.spec import ModelSpec
 
 
@@ -42,6 +43,13 @@ class Attention:
     v_norm: Norm | None = None  # applied to each head's value
     window: int | None = None  # of its layer, by which the spec knows its heads
 
+    @property
+    def products(self) -> list[Product]:
+        return [self.qkv, self.output]
+
+    def changed(self, change: Callable[[Product], Product]) -> Attention:
+        return replace(self, qkv=change(self.qkv), output=change(self.output))
+
 
 @dataclass(frozen=True, slots=True)
 class MLP:
@@ -55,20 +63,25 @@ class MLP:
 class Layer:
     """The weights of one layer; that of an adapter may have no MLP, whatever the plan says."""
 
-    attention: Attention
+    attention: Attention | Delta
     mlp: MLP | None
     input: LayerInput | None = None  # takes what the layer gets of the tokens themselves
     scalar: float | Tensor = 1.0  # the factor on what leaves the layer; a tensor, [1], where it is trained
 
     @property
+    def attending(self) -> Attention:
+        """The weights of a layer that attends."""
+        assert isinstance(self.attention, Attention)
+        return self.attention
+
+    @property
     def products(self) -> list[Product]:
         mlp = [] if self.mlp is None else [self.mlp.gate_up, self.mlp.down]
         inputs = [] if self.input is None else [self.input.gate, self.input.output]
-        return [self.attention.qkv, self.attention.output, *mlp, *inputs]
+        return [*self.attention.products, *mlp, *inputs]
 
     def changed(self, change: Callable[[Product], Product]) -> Layer:
-        attention, mlp, own = self.attention, self.mlp, self.input
-        attention = replace(attention, qkv=change(attention.qkv), output=change(attention.output))
+        attention, mlp, own = self.attention.changed(change), self.mlp, self.input
         if mlp is not None:
             mlp = replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down))
         if own is not None:
@@ -86,12 +99,13 @@ def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None
     q, k = qkv[:, :heads], qkv[:, heads : heads + spec.kv_heads_of(window)]
     if not k.shape[1]:
         return weights.q_norm(q)
-    v = k if spec.joins_values(window) else qkv[:, heads + k.shape[1] :]
+    v = k if spec.joins_values(window) else qkv[:, heads + k.shape[1] : heads + 2 * k.shape[1]]
+    gates = qkv[:, heads + 2 * k.shape[1] :]  # none, but where attention is gated
     if spec.projection_norms and weights.k_norm is not None:
         q, k = weights.q_norm(q.flatten(1)).view_as(q), weights.k_norm(k.flatten(1)).view_as(k)
     else:
         q, k = weights.q_norm(q), k if weights.k_norm is None else weights.k_norm(k)
-    return torch.cat([q, k, v if weights.v_norm is None else weights.v_norm(v)], 1)
+    return torch.cat([q, k, v if weights.v_norm is None else weights.v_norm(v), gates], 1)
 
 
 def finish(
@@ -197,10 +211,21 @@ class Decoder:
             layer = self.layers[index]
             attended = None
             if plan.attention[index]:
-                attended = attend(spec, index, parts.project(spec, layer.attention, x, span), context)
+                attended = self._attended(index, x, context, parts)
             given = () if layer.input is None else (_input_of(context, index),)
             x = parts.finish(spec, layer, x, attended, plan.mlp[index], span, *given)
         return x.view(hidden.shape)
+
+    def _attended(self, index: int, x: Tensor, context: ForwardContext, parts: LayerParts) -> Tensor:
+        """Return what a layer's output projection reads: of attention, or of its recurrence."""
+        spec, span, weights = self.spec, context.shape.span, self.layers[index].attention
+        if isinstance(weights, Attention):
+            return attend(spec, index, parts.project(spec, weights, x, span), context)
+        assert spec.delta is not None and context.cache.recurrent is not None and context.runs is not None
+        normed = x if weights.norm is None else weights.norm(x)
+        projected, rates = product(weights.qkv, normed, span), product(weights.rates, normed, span)
+        layer = spec.recurrent_layers.index(index)
+        return mix(spec.delta, weights, projected, rates, context.cache.recurrent, layer, context.runs)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
         x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, hidden]

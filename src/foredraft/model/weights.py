@@ -43,6 +43,7 @@ from foredraft.model.layers import (
     RowSource,
 )
 from foredraft.model.quantisation.codes import CodeFormat, Codes, quantise
+from foredraft.model.recurrent import Delta
 from foredraft.model.runner.native.products import (
     NativeCodes,
     coded_bytes,
@@ -316,16 +317,24 @@ class _Builder:
         return weight
 
     def linear(
-        self, names: dict[str, int], columns: int, has_bias: bool = False, order: Tensor | None = None
+        self,
+        names: dict[str, int],
+        columns: int,
+        has_bias: bool = False,
+        order: Tensor | None = None,
+        *,
+        few_bits: bool = True,
     ) -> Product:
         """Return one linear layer, fused from the named ones with their numbers of rows, in an order [M]."""
-        make = partial(self._product, names, columns, has_bias, order)
+        make = partial(self._product, names, columns, has_bias, order, self.bits if few_bits else None)
         product: Any = make() if self.kept is None else self.kept.product(" ".join(names), make)
         inputs = inputs_of(names, columns, self.spec.quantisation)
         made: Product = product if inputs is None else replace(product, inputs=inputs)
         return made
 
-    def _product(self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None) -> Product:
+    def _product(
+        self, names: dict[str, int], columns: int, has_bias: bool, order: Tensor | None, bits: int | None
+    ) -> Product:
         tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         # a head that is tied to the embedding has a bias of its own
@@ -339,8 +348,8 @@ class _Builder:
             return pack_pieces((sum(names.values()), columns), stored, tensors.dtype, bias, self.arena)
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         weight = _in_order(weight, order)
-        if self.bits is not None and CodeFormat(self.bits).holds(columns) and not weight.is_meta:
-            codes = quantise(weight, self.bits)
+        if bits is not None and CodeFormat(bits).holds(columns) and not weight.is_meta:
+            codes = quantise(weight, bits)
             if self.native:
                 return pack_codes(codes, weight.dtype, bias, self.arena)
             weight = codes.expand(weight.dtype)
@@ -354,7 +363,8 @@ class _Builder:
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         prefix = f"{LAYERS}.{index}"
-        attention = self._attention(prefix, index)
+        recurs = index in self.spec.recurrent_layers
+        attention = self._delta(prefix) if recurs else self._attention(prefix, index)
         made = self._mlp(prefix, index, attention) if mlp else None
         own, hidden, size = None, self.spec.hidden_size, self.spec.layer_input_size
         if size:
@@ -371,8 +381,9 @@ class _Builder:
         spec, norm, window = self.spec, self.norm, self.spec.windows[index]
         dim, stores = spec.head_dim_of(window), spec.stores(index)
         q_rows, kv_rows = spec.heads * dim, spec.kv_heads_of(window) * dim
+        stored_rows = 2 * q_rows if spec.gated_attention else q_rows  # with the gates
         own = "" if not stores else "k" if spec.joins_values(window) else "kv"
-        projections = {f"{prefix}.self_attn.q_proj": q_rows}
+        projections = {f"{prefix}.self_attn.q_proj": stored_rows}
         projections |= {f"{prefix}.self_attn.{name}_proj": kv_rows for name in own}
         if spec.fused_qkv:
             projections = {f"{prefix}.self_attn.qkv_proj": q_rows + 2 * kv_rows}
@@ -394,6 +405,33 @@ class _Builder:
             window=window,
         )
 
+    def _delta(self, prefix: str) -> Delta:
+        spec, sizes, own = self.spec, self.spec.delta, f"{prefix}.linear_attn"
+        assert sizes is not None
+        qkv = {f"{own}.in_proj_qkv": sizes.channels, f"{own}.in_proj_z": sizes.values}
+        rates = {f"{own}.in_proj_{name}": sizes.value_heads for name in "ba"}
+        each = (sizes.value_heads,)
+        taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
+        exponents = self._exact(f"{own}.A_log", each)
+        return Delta(
+            norm=self.norm(f"{prefix}.input_layernorm"),
+            qkv=self.linear(qkv, spec.hidden_size),
+            rates=self.linear(rates, spec.hidden_size, few_bits=False),
+            taps=taps.view(sizes.channels, sizes.taps),
+            decay=exponents if exponents.is_meta else -torch.exp(exponents),
+            bias=self._exact(f"{own}.dt_bias", each),
+            output_norm=self._exact(f"{own}.norm.weight", (sizes.value_dim,)),
+            eps=spec.norm_eps,
+            output=self.linear({f"{own}.out_proj": spec.hidden_size}, sizes.values),
+        )
+
+    def _exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor in float32, which its stored dtype may be, whatever that of the others is."""
+        tensors = self.tensors
+        if not isinstance(tensors, CheckpointTensors) or tensors.device.type == "meta":
+            return tensors.load({name: shape})
+        return tensors.view(name, shape).to(tensors.device, torch.float32, copy=True)
+
     def inputs(self) -> LayerInputs | None:
         """Return what makes the inputs that layers take of the tokens themselves; None in models without."""
         spec, size = self.spec, self.spec.layer_input_size
@@ -408,7 +446,7 @@ class _Builder:
             self.norm("model.per_layer_projection_norm", size),
         )
 
-    def _mlp(self, prefix: str, index: int, attention: Attention) -> MLP:
+    def _mlp(self, prefix: str, index: int, attention: Attention | Delta) -> MLP:
         spec, norm, inner = self.spec, self.norm, self.spec.inner_of(index)
         # without norms after sub-layers, Hugging Face calls the norm before the MLP "post attention"
         before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"

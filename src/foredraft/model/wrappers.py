@@ -28,6 +28,7 @@ DEFAULT_SIZES = {  # model type of a text model -> the sizes of its class, in th
     "gemma4_unified_text": (262_144, 2304, 9216, 30, 8),
     "ministral3": (131_072, 4096, 14_336, 34, 32),
     "mistral": (32_000, 4096, 14_336, 32, 32),
+    "qwen3_5_text": (248_320, 4096, 12_288, 32, 16),
 }
 TIED = "tie_word_embeddings"
 # keys that concern the whole checkpoint: the top level's count, or else the text config's
@@ -40,6 +41,7 @@ MEDIA_IDS = tuple(  # of tokens for images, videos and sounds, and around them
 OTHER_PARTS = {  # keys of the other parts
     *"audio_config mm_tokens_per_image multimodal_projector_bias projector_hidden_act".split(),
     *"spatial_merge_size vision_config vision_feature_layer vision_soft_tokens_per_image".split(),
+    *"vision_end_token_id vision_start_token_id".split(),
     *(TEXT, *MEDIA_IDS),
 }
 
@@ -59,6 +61,7 @@ WRAPPERS: dict[str, Wrapper] = {
         "gemma4_unified", "gemma4_unified_text", ("gemma4_unified_text",)
     ),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", ("mistral", "ministral3")),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", "qwen3_5_text", ("qwen3_5_text",), tied=False),
 }
 
 

@@ -213,7 +213,14 @@ class BareForwards:
 
     def __init__(self, target: Any, batch: int, context: int, room: int) -> None:
         self.target, self.batch, self.context = target, batch, context
-        self.cache = target.new_cache(batch, context + room)
+        self.cache = self._pretending(target, room)
+
+    def _pretending(self, runner: Any, room: int) -> Any:
+        """Return a cache whose rows stand as if they had read the context."""
+        cache = runner.new_cache(self.batch, self.context + room)
+        if cache.recurrent is not None:
+            cache.recurrent.pretend(self.context - 1)
+        return cache
 
     def tokens(self, width: int) -> Tensor:
         """Return tokens [batch, width]."""
@@ -228,7 +235,7 @@ class BareForwards:
     def draft(self, draft_pass: DraftPass, length: int, draws: Callable[[], TimedDraws] = TimedDraws) -> Work:
         """Return a draft of `length` tokens, in one call where the engine would; `draws` is asked once."""
         batch, context, runner = self.batch, self.context, draft_pass.runner
-        cache = self.cache if runner is self.target else runner.new_cache(batch, context + length)
+        cache = self.cache if runner is self.target else self._pretending(runner, length)
         tokens = self.tokens(1)
 
         def draft() -> None:

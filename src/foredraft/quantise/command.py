@@ -41,7 +41,10 @@ from foredraft.train.preparation import check_out
 from foredraft.train.target import Batches, Document, FrozenTarget, Packed
 from foredraft.train.texts import DocumentReader
 
-MODULES = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
+MODULES = re.compile(r"model\.layers\.\d+\.((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_\w+|out_proj))")
+# the numbers of recurrent layers, which keep their dtype, and small layers that decide how fast states fade
+EXACT = re.compile(r"model\.layers\.\d+\.linear_attn\.(?!in_proj|out_proj)\S+")
+RATES = re.compile(r"model\.layers\.\d+\.linear_attn\.in_proj_[ab]")
 MOST = 4 << 30  # bytes of a file
 
 
@@ -92,13 +95,14 @@ def _tensors(
         if (name == head and spec.tied) or spec.leaves_unread(name):
             continue
         [tensor] = read_tensors(source, name.__eq__).values()
-        tensor = tensor.to(dtype)
+        tensor = tensor if EXACT.fullmatch(name) else tensor.to(dtype)
         module = name.removesuffix(".weight")
         linear = name == head or bool(name.endswith(".weight") and MODULES.fullmatch(module))
         if not linear and module != EMBEDDING:
             yield naming.stored_name(name), tensor
             continue
-        codes = quantise(tensor, bits) if CodeFormat(bits).holds(tensor.shape[1]) else None
+        coded = CodeFormat(bits).holds(tensor.shape[1]) and not RATES.fullmatch(module)
+        codes = quantise(tensor, bits) if coded else None
         if module == EMBEDDING:
             yield naming.stored_name(name), tensor if codes is None else codes.expand(dtype)
             if not spec.tied:
@@ -208,6 +212,9 @@ def quantise_checkpoint(
     check_out(out, lambda folder: False)
     documents: list[Document] = []
     if data:
+        if checkpoint.spec.recurrent_layers:
+            problem = f"but what {checkpoint.source} loses is not measured, since its layers are recurrent"
+            raise ConfigError(problem, option="data", remedy="leave it out")
         if checkpoint.tokenizer is None:
             raise ConfigError(
                 f"but {checkpoint.source} has no tokenizer", option="data", value=" ".join(map(str, data)),

@@ -125,7 +125,7 @@ class Eagle3Student(HeadStudent):
         for k in range(steps):
             pass_ = PackedPass(spec, packed, state.dtype, shift=k)
             x = torch.cat([head.embed(packed.tokens.roll(-k, 0)).to(state.dtype), state], -1)
-            qkv = project(spec, layer.attention, x, None)  # [N, H + 2 * Hk, D]
+            qkv = project(spec, layer.attending, x, None)  # [N, H + 2 * Hk, D]
             q, keys, values = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], 1)
             rope = spec.rope_of(None)
             read_keys, read_values = [*read_keys, pass_.rotated(keys, rope)], [*read_values, values]
@@ -220,7 +220,7 @@ class BlockStudent(HeadStudent):
         of_contexts: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Return the states of all slots that leave a layer, [S, d], from those that enter it."""
-        spec, weights = self.record.spec, layer.attention
+        spec, weights = self.record.spec, layer.attending
         q, keys, values = torch.split(
             project(spec, weights, x, None), [spec.heads, spec.kv_heads, spec.kv_heads], 1
         )

@@ -108,7 +108,7 @@ class PackedPass:
     def run(self, layers: Sequence[Layer], x: Tensor, first: int = 0) -> Tensor:
         """Run layers `first` and on, over states [N, hidden]."""
         for index, layer in enumerate(layers, first):
-            qkv = project(self.spec, layer.attention, x, None)
+            qkv = project(self.spec, layer.attending, x, None)
             given = () if layer.input is None or self.inputs is None else (self.inputs[:, index],)
             x = finish(self.spec, layer, x, self._attend(index, qkv), True, None, *given)
         return x

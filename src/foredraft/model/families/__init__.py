@@ -10,15 +10,17 @@ gives it in that family. Papers:
     Qwen 2    arXiv:2407.10671    Phi          arXiv:2306.11644    Granite    arXiv:2405.04324
     Qwen 3    arXiv:2505.09388    StarCoder 2  arXiv:2402.19173    InternLM   arXiv:2403.17297
     Mistral   arXiv:2310.06825    OLMo 2       arXiv:2501.00656    Phi 3      arXiv:2404.14219
-    SmolLM 3  arXiv:2305.19466    OLMo 3       arXiv:2512.13961
+    SmolLM 3  arXiv:2305.19466    OLMo 3       arXiv:2512.13961    Qwen 3.5   arXiv:2412.06464 (its layers)
 """
 
 from __future__ import annotations
 
-from foredraft.model.families import gemma, gpt, llama
+from foredraft.model.families import gemma, gpt, hybrid, llama
 from foredraft.model.families.shared import GGUF, Family
 
-FAMILIES: dict[str, Family] = dict(sorted((gemma.FAMILIES | gpt.FAMILIES | llama.FAMILIES).items()))
+FAMILIES: dict[str, Family] = dict(
+    sorted((gemma.FAMILIES | gpt.FAMILIES | hybrid.FAMILIES | llama.FAMILIES).items())
+)
 # architecture of a GGUF file -> that of Hugging Face, and how the file holds it
 IN_GGUF: dict[str, tuple[str, GGUF]] = {
     each.architecture: (name, each) for name, family in FAMILIES.items() for each in family.gguf

@@ -21,6 +21,7 @@ from foredraft.model.attention import PassShape, build_context, rope_tables
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, RunLayers
 from foredraft.model.layers import RowSpan
+from foredraft.model.recurrent import Run
 from foredraft.model.runner.compiled import pack
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import Plan
@@ -255,7 +256,10 @@ class _Trial:
 
     def __init__(self, decoder: Decoder, shapes: InvariantShapes, run: RunLayers) -> None:
         spec = decoder.spec
-        firsts = (spec.windows.index(window) + 1 for window in spec.windows_by_heads)
+        attending = {
+            window: layer for layer, window in reversed([*enumerate(spec.windows)]) if spec.attends(layer)
+        }
+        firsts = (attending[window] + 1 for window in spec.windows_by_heads)
         self.spec = spec.first(max(min(2, spec.layers), *firsts))
         self.run, self.shapes = run, shapes
         random = torch.Generator().manual_seed(1)
@@ -282,6 +286,10 @@ class _Trial:
         firsts = [TRIAL_START - 7 * abs(row - place) for row in range(batch)]
         starts = torch.tensor(firsts, device=hidden.device)
         context = build_context(self.spec, self.tables, self.cache, shape, starts)
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.at[:] = torch.tensor(firsts)
+            runs = [Run(row, row * queries, queries, start, start) for row, start in enumerate(firsts)]
+            context = replace(context, runs=runs)
         if self.inputs is not None:
             inputs = self.inputs[:queries].repeat(batch, 1, 1)
             context = replace(context, layer_inputs=inputs)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.model.cache import CacheLayers
+from foredraft.model.recurrent import Run
 from foredraft.model.spec import Plan
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
@@ -152,6 +153,18 @@ class Pass:
         return [
             b * queries + t for b, columns in enumerate(self.real) for t in (*columns, *self.leaves_of(b))
         ]
+
+    def runs(self, queries: int, *, ragged: bool) -> tuple[Run, ...]:
+        """Return the real columns of rows among those that are computed, for recurrent layers."""
+        found, before = list[Run](), 0
+        for b, columns in enumerate(self.real):
+            row, start, count = self.first_row + b, self.starts[b] + columns.start, len(columns)
+            if count:
+                base = self.cache.begin(row, start, count, certain=self.prefill)
+                first = before if ragged else b * queries + columns.start
+                found.append(Run(row, first, count, start, base))
+            before += count
+        return tuple(found)
 
     def below(self, resume: Resume) -> Pass | None:
         """Return the pass below `resume.depth` over the columns of unknown state; None: all are known."""

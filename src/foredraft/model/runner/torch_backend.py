@@ -26,6 +26,7 @@ from foredraft.model.attention import PassInputs, PassShape, at_columns, build_c
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, RunLayers
 from foredraft.model.memory import upload
+from foredraft.model.recurrent import LOG
 from foredraft.model.rope import Rope
 from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
@@ -138,9 +139,12 @@ class TorchBackend:
         self.shapes = shapes  # chunks of a prefill need not agree with others: products of any row count
         self._prefill_shapes = replace(shapes, query_buckets=PREFILL_BUCKETS, span=None)
         self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
+        if decoder.spec.delta is not None:
+            self.max_queries = min(self.max_queries, LOG // 2)
         self.gathers: bool | None = None  # None: where it pays
         # the captured CUDA graphs; None: passes are not captured
-        self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None
+        captures = decoder.device.type == "cuda" and decoder.spec.delta is None  # whose runs are on the host
+        self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if captures else None
         self._ragged_rule = RaggedRule.of(decoder.spec, decoder.device)
         self._tables: Mapping[Rope, Tensor] = {}
 
@@ -186,6 +190,7 @@ class TorchBackend:
             pass_.hidden,
             None if real is None else upload(real, device),
             None if pass_.at is None else pass_.at.to(device),
+            None if self.decoder.spec.delta is None else pass_.runs(queries, ragged=real is not None),
         )
         if graphs is None:
             return self._compute(cache, shape, inputs)
@@ -275,6 +280,7 @@ class TorchBackend:
     def _compute(self, cache: CacheLayers, shape: PassShape, inputs: PassInputs) -> Forward:
         real = inputs.real
         context = build_context(self.decoder.spec, self._tables, cache, shape, inputs.starts, real)
+        context = context if inputs.runs is None else replace(context, runs=inputs.runs)
         if self.decoder.inputs is not None:
             of_tokens = self.decoder.layer_inputs(_tokens(shape, inputs), shape.span)
             context = replace(context, layer_inputs=of_tokens)

@@ -18,6 +18,7 @@ from foredraft.kernels.compilation import kernel, library, unavailable_because
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import SUPER, CodeFormat, Codes, codebook_values
 from foredraft.model.quantisation.scheme import rounded_to_integers
+from foredraft.model.recurrent import unfit_sizes
 from foredraft.model.runner.native.products import (
     WORD,
     fits,
@@ -59,13 +60,16 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     """Return why the C kernels do not run a model, as a clause of an error; None where they run it."""
     if device.type != "cpu":
         return f"the kernels run on CPUs, and the device is {device}"
+    if spec.delta is not None and (why := unfit_sizes(spec.delta)) is not None:
+        return f"the kernels take recurrent layers whose {why}"
     if dtype not in WORD:
         return f"the kernels compute in float32, bfloat16 and float16, not in {dtype_name(dtype)}"
     kinds = [spec.plain_layer(window) for window in spec.windows_by_heads]
     inner = {spec.inner_of(layer) for layer in range(spec.layers)}
     inputs = {spec.layer_input_size} if spec.layer_input_size else set()
     heads = {spec.heads * kind.head_dim for kind in kinds}
-    widths = sorted({spec.hidden_size, *heads, *inner, *inputs})
+    values = set() if spec.delta is None else {spec.delta.values}
+    widths = sorted({spec.hidden_size, *heads, *inner, *inputs, *values})
     for width in widths:
         if not fits(dtype, width):
             return f"the kernels need an even width in {dtype_name(dtype)}, and a product has {width}"

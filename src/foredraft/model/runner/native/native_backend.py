@@ -23,9 +23,10 @@ from foredraft.kernels.compilation import kernel, level_in_use
 from foredraft.kernels.vocab import pointer
 from foredraft.model.attention import at_columns
 from foredraft.model.cache import CacheLayers
-from foredraft.model.decoder import Decoder
+from foredraft.model.decoder import Attention, Decoder
 from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
+from foredraft.model.recurrent import LOG, Delta, block_of
 from foredraft.model.rope import Rope
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
@@ -34,14 +35,17 @@ from foredraft.model.runner.native.structs import (
     NORMS,
     PRODUCTS,
     SAMPLING,
+    CDelta,
     CDraft,
     CLayer,
     CModel,
+    CRecurrent,
     CSampling,
     Groups,
     linear_struct_of,
     norm_struct,
     pass_struct,
+    recurrent_structs,
 )
 from foredraft.model.runner.passes import MAX_QUERIES, DraftInputs, Forward, FusedDraft, Pass
 from foredraft.model.spec import Plan
@@ -70,8 +74,7 @@ class PairDraft:
 class NativeBackend:
     native = True
     fuses = True
-    takes_leaves = True
-    shapes, max_queries = None, MAX_QUERIES  # any, because no sum has another order at another shape
+    shapes = None  # any, because no sum has another order at another shape
 
     @classmethod
     def of(cls, decoder: Decoder, pairs: PairInputs | None = None) -> NativeBackend | None:
@@ -85,13 +88,20 @@ class NativeBackend:
         spec = decoder.spec
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
+        # a leaf would need the states of its place among the columns
+        self.takes_leaves = spec.delta is None
+        self.max_queries = MAX_QUERIES if spec.delta is None else min(MAX_QUERIES, LOG // 2)
+        self._recurrent: tuple[CacheLayers, ctypes.Array[CRecurrent]] | None = (
+            None  # of the last pass's cache
+        )
         self.ropes = list(spec.ropes)
-        embedding = decoder.embedding
+        embedding, self._taps = decoder.embedding, list[Tensor]()
         self._embedding = embedding.contiguous() if isinstance(embedding, Tensor) else None  # for its address
         self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
         heads = [spec.heads * spec.head_dim_of(window) for window in spec.windows]
+        heads += [] if spec.delta is None else [spec.delta.values]
         inner = [spec.inner_of(layer) for layer in range(spec.layers)]
-        qkv = [layer.attention.qkv.shape[0] for layer in decoder.layers]
+        qkv = [sum(product.shape[0] for product in layer.attention.products[:-1]) for layer in decoder.layers]
         wide = max(*qkv, *(2 * size for size in inner), spec.layer_input_size)
         narrow = max(*heads, *inner, spec.layer_input_size)
         pairs_read = 0 if pairs is None else 2 * spec.hidden_size
@@ -102,7 +112,7 @@ class NativeBackend:
         self._model = CModel(
             spec.layers, spec.hidden_size, spec.heads,
             ACTIVATIONS[spec.activation], spec.gated, spec.parallel_residual,
-            spec.projection_norms, spec.sum_norms, wide, room,
+            spec.projection_norms, spec.sum_norms, wide, spec.gated_attention, room,
             spec.attention_scale, spec.attention_softcap or 0.0, spec.logit_softcap or 0.0,
             pointer(self._embedding),
             CLinear() if isinstance(embedding, Tensor) else linear_struct_of(embedding),
@@ -162,10 +172,13 @@ class NativeBackend:
             tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
+        recurs = self.decoder.spec.delta is not None
+        bases = [run.base for run in pass_.runs(width, ragged=True)] if recurs else ()
         depths = sorted(depth for depth in pass_.aux_layers if depth < pass_.stop)
         logits, states = self.forward(
             tokens, x, pass_.cache, groups, (pass_.plan, pass_.start, pass_.stop),
             head=pass_.head and pass_.at is None, inputs=inputs, aux_layers=depths,
+            bases=bases,
         )  # fmt: skip
         aux_states = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
         if pass_.stop in pass_.aux_layers:
@@ -188,12 +201,13 @@ class NativeBackend:
         head: bool = False,
         inputs: Tensor | None = None,
         aux_layers: Sequence[int] = (),
+        bases: Sequence[int] = (),
     ) -> tuple[Tensor | None, Tensor]:
         """Run layers on `hidden` [N, D], in place, and store keys and values in the cache."""
         count, (plan, start, stop) = len(hidden), layers
         if self._pairs is not None:
             inputs = torch.empty_like(hidden)  # the embeddings
-        pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs))
+        pass_ = pass_struct(cache, groups, self._rotary, pointer(inputs), bases, self._rows_of(cache))
         scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
         states = hidden.new_empty(len(aux_layers), *hidden.shape)
@@ -206,6 +220,13 @@ class NativeBackend:
         if result == pool.LATE_THREADS:
             pool.keep(self, self._tables, hidden, cache, scratch, inputs)
         return logits, states
+
+    def _rows_of(self, cache: CacheLayers) -> ctypes.Array[CRecurrent] | None:
+        if cache.recurrent is None:
+            return None
+        if self._recurrent is None or self._recurrent[0] is not cache:
+            self._recurrent = cache, recurrent_structs(self.decoder.spec, cache.recurrent)
+        return self._recurrent[1]
 
     def _layer_inputs(self, tokens: Tensor) -> Tensor:
         count, hidden = len(tokens), self.decoder.spec.hidden_size
@@ -247,7 +268,10 @@ class NativeBackend:
         read = [token for row in active for token in inputs.tokens[row]]
         starts, tokens = inputs.starts, inputs.tokens
         groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
-        pass_ = pass_struct(cache, groups, self._rotary)
+        counts = {row: len(tokens[row]) + inputs.lengths[row] - 1 for row in active}
+        recurs = self.decoder.spec.delta is not None
+        bases = [cache.begin(row, starts[row], counts[row]) for row in active] if recurs else ()
+        pass_ = pass_struct(cache, groups, self._rotary, None, bases, self._rows_of(cache))
         drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
         most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
         further = torch.full((rows, steps, most), -1) if most else None
@@ -308,7 +332,9 @@ class NativeBackend:
     def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec
         attention, mlp, window, own = layer.attention, layer.mlp, spec.windows[index], layer.input
-        norms = [attention.norm, attention.post_norm, attention.q_norm, attention.k_norm, attention.v_norm]
+        norms = [attention.norm, attention.post_norm, None, None, None]
+        if isinstance(attention, Attention):
+            norms[2:] = [attention.q_norm, attention.k_norm, attention.v_norm]
         norms += [None, None] if mlp is None else [mlp.norm, mlp.post_norm]
         norms.append(None if own is None else own.norm)
         products: list[Product | None] = [attention.qkv, attention.output]
@@ -327,6 +353,8 @@ class NativeBackend:
             joined=spec.joins_values(window),
             scalar=float(layer.scalar),
         )
+        if isinstance(attention, Delta):
+            made.delta = self._delta_struct(attention)
         for name, norm in zip(NORMS, norms, strict=True):
             setattr(made, name, norm_struct(norm))
         for name, product in zip(PRODUCTS, products, strict=True):
@@ -334,6 +362,18 @@ class NativeBackend:
             if product is not None:
                 setattr(made, name, linear_struct_of(product, spec.residual_scale if adds else None))
         return made
+
+    def _delta_struct(self, delta: Delta) -> CDelta:
+        sizes = self.decoder.spec.delta
+        assert sizes is not None
+        weights = delta.taps.T.contiguous()
+        self._taps.append(weights)  # kept for its address
+        parts = weights, delta.decay, delta.bias, delta.output_norm
+        return CDelta(
+            linear_struct_of(delta.rates), *(part.data_ptr() for part in parts),
+            sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.taps, block_of(sizes),
+            delta.eps,
+        )  # fmt: skip
 
 
 def _groups(pass_: Pass) -> Groups:

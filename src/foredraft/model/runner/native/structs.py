@@ -12,7 +12,9 @@ from typing import TypeAlias
 from foredraft.kernels.vocab import pointer
 from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import LayerNorm, Norm, Product, RowSource
+from foredraft.model.recurrent import RecurrentRows
 from foredraft.model.runner.native.products import CLinear, is_native
+from foredraft.model.spec import ModelSpec
 
 MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
 # runs of columns: (cache row, first position, number of columns, where the first one's key and value lie)
@@ -32,6 +34,15 @@ NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_aft
 PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
 
+class CDelta(ctypes.Structure):
+    _fields_ = (
+        ("rates", CLinear),
+        *((name, c_void_p) for name in ("weights", "decay", "bias", "norm")),
+        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "block")),
+        ("eps", c_float),
+    )
+
+
 class CLayer(ctypes.Structure):
     _fields_ = (
         *((name, CNorm) for name in NORMS),
@@ -39,6 +50,7 @@ class CLayer(ctypes.Structure):
         *((name, c_int64) for name in ("window", "rope", "query_rope", "rotated")),
         *((name, c_int64) for name in ("kv_heads", "dim", "inner", "reads", "joined")),
         ("scalar", c_float),
+        ("delta", CDelta),
     )
 
 
@@ -47,7 +59,7 @@ class CModel(ctypes.Structure):
         *((name, c_int64) for name in ("layers", "hidden", "heads")),
         *(
             (name, c_int64)
-            for name in ("activation", "gated", "parallel", "together", "sums", "wide", "room")
+            for name in ("activation", "gated", "parallel", "together", "sums", "wide", "gates", "room")
         ),
         *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
         ("embedding", c_void_p),
@@ -80,7 +92,22 @@ class CPass(ctypes.Structure):
         ("rows", c_int64),
         ("positions", c_int64),
         ("inputs", c_void_p),
+        ("base", c_void_p),
+        ("recurrent", c_void_p),
     )
+
+
+class CRecurrent(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("bases", "log", "at"))
+
+
+def recurrent_structs(spec: ModelSpec, rows: RecurrentRows) -> ctypes.Array[CRecurrent]:
+    """Return what each layer keeps; nothing, where it attends."""
+    made = (CRecurrent * spec.layers)()
+    for index, layer in enumerate(spec.recurrent_layers):
+        parts = rows.bases[index], rows.logs[index], rows.at[index]
+        made[layer] = CRecurrent(*(part.data_ptr() for part in parts))
+    return made
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "cut")
@@ -106,11 +133,17 @@ class CDraft(ctypes.Structure):
 
 
 def pass_struct(
-    cache: CacheLayers, groups: Groups, rotary: Sequence[int], inputs: int | None = None
+    cache: CacheLayers,
+    groups: Groups,
+    rotary: Sequence[int],
+    inputs: int | None = None,
+    bases: Sequence[int] = (),
+    recurrent: ctypes.Array[CRecurrent] | None = None,
 ) -> CPass:
+    """Return a pass; bases: of recurrent layers, the positions to which those of each group move."""
     assert cache.blocked, "the kernels read keys in blocks"
     rows, starts, counts, slots = zip(*groups, strict=True)
-    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows, *slots))
+    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows, *slots, *bases))
     address, _ = numbers.buffer_info()
     size = numbers.itemsize * len(groups)  # bytes of each of the five arrays
     pass_ = CPass(
@@ -122,8 +155,10 @@ def pass_struct(
         cache.rows,
         cache.stored,
         inputs,
+        address + 5 * size if bases else None,
+        None if recurrent is None else ctypes.addressof(recurrent),
     )
-    pass_.numbers = numbers  # kept alive for their addresses
+    pass_.numbers, pass_.recurrent_rows = numbers, recurrent  # kept alive for their addresses
     return pass_
 
 

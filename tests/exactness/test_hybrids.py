@@ -1,0 +1,352 @@
+"""Hybrids by bits: a position has the same logits in passes of any width and batch, and after any rollback."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foredraft
+from foredraft import LLM, ConfigError, RequestError, SamplingParams
+from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.model.cache import KVCache
+from foredraft.model.recurrent import RecurrentRows
+from foredraft.model.runner import Runner
+from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint
+from tests.support.heads import save_head
+from tests.support.hybrids import VARIANTS, save_hybrid
+from tests.support.loaded import engine_of
+from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by, replaced
+from tests.support.mutations import around
+
+LENGTH = 300
+TEXTS = ["def f(x):\n", "for i in range(10): print(i)\n" * 9, "a b c d e f " * 60, "Once upon a time"]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=3, acceptance="coupled", max_new_tokens=40, ignore_eos=True)
+
+
+@cache
+def folder(variant: str = "two values a key", dtype: str = "bfloat16", layers: int = 8) -> Path:
+    keys = {} if "layer_types" in VARIANTS[variant] else {"num_hidden_layers": layers}
+    return save_hybrid(Path(tempfile.mkdtemp()), variant, dtype=dtype, seed=layers, **keys)
+
+
+@cache
+def runner_of(
+    variant: str = "two values a key", dtype: str = "bfloat16", native: bool = True, bits: int | None = None
+) -> Runner:
+    return Runner(load_decoder(folder(variant, dtype), native=native, bits=bits))
+
+
+def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
+    return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Reading:
+    """Reads texts in the rows of a cache, and keeps the logits of every position."""
+
+    def __init__(self, runner: Runner, rows: int = 1) -> None:
+        self.runner, self.cache = runner, runner.new_cache(rows, LENGTH + 80)
+        self.logits: list[dict[int, Tensor]] = [{} for _ in range(rows)]
+
+    def prompt(self, tokens: list[int], row: int = 0) -> None:
+        for start in range(0, len(tokens), self.runner.chunk):
+            part = tokens[start : start + self.runner.chunk]
+            hidden = self.runner.prefill(self.cache, row, part, start).hidden
+            found = self.runner.head(hidden)[0]
+            self.logits[row] |= {start + column: found[column] for column in range(len(part))}
+            self.cache.lengths[row] = start + len(part)
+
+    def go_on(self, fed: list[list[int]], kept: list[int], first: int = 0) -> None:
+        """Feed tokens to rows from `first` on, and keep so many of each."""
+        starts, width = self.cache.lengths[first : first + len(fed)], max(map(len, fed))
+        padded = torch.tensor([[*own, *[own[-1]] * (width - len(own))] for own in fed])
+        counts = [len(own) for own in fed]
+        logits = self.runner.forward(self.cache, padded, starts, first_row=first, counts=counts).logits
+        assert logits is not None
+        for row, keep in enumerate(kept):
+            for column in range(keep):
+                self.logits[first + row][starts[row] + column] = logits[row, column]
+            self.cache.lengths[first + row] += keep
+
+
+@cache
+def plain(runner: Runner, seed: int, prompt: int) -> dict[int, Tensor]:
+    """Return the logits of a text that is read a token at a time behind a prompt."""
+    reading, tokens = Reading(runner), tokens_of(seed)
+    reading.prompt(tokens[:prompt])
+    for token in tokens[prompt:]:
+        reading.go_on([[token]], [1])
+    return reading.logits[0]
+
+
+def same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> bool:
+    return all(torch.equal(logits, expected[place]) for place, logits in found.items())
+
+
+def check_widths(runner: Runner | None = None, prompt: int = 37) -> None:
+    """Passes of 1, 2, 5 and 16 tokens, of which some were drafted wrongly, and a neighbour row that drafts, too."""
+    runner, chance = runner or runner_of(), random.Random(1)
+    reading, seeds = Reading(runner, 3), (5, 6, 7)
+    for row, seed in enumerate(seeds):
+        reading.prompt(tokens_of(seed)[:prompt], row)
+    while min(reading.cache.lengths) < LENGTH - 16:
+        fed, kept = [], []
+        for row, seed in enumerate(seeds):
+            at, width = reading.cache.lengths[row], chance.choice((1, 2, 5, 16))
+            if at >= LENGTH - 16:
+                width = 1
+            right = chance.randint(1, width)
+            fed.append([*tokens_of(seed, LENGTH + 60)[at : at + right], *(9 for _ in range(width - right))])
+            kept.append(right)
+        reading.go_on(fed, kept)
+    for row, seed in enumerate(seeds):
+        found = {place: logits for place, logits in reading.logits[row].items() if place < LENGTH}
+        assert same(found, plain(runner, seed, prompt)), f"row {row}"
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_of_any_width_give_the_same_bits(variant: str, dtype: str, native: bool) -> None:
+    check_widths(runner_of(variant, dtype, native))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_so_do_weights_of_few_bits(bits: int) -> None:
+    check_widths(runner_of(bits=bits))
+
+
+def test_so_do_batches_of_many_rows() -> None:
+    """As many that a thread takes several blocks of heads at a time: a position has the bits that it has alone."""
+    keys = {"linear_num_value_heads": 32, "num_hidden_layers": 4}
+    runner = Runner(
+        load_decoder(save_hybrid(Path(tempfile.mkdtemp()), dtype="bfloat16", **keys), native=True)
+    )
+    reading, rows, tokens = Reading(runner, 70), 70, tokens_of(4, 12)
+    for at in range(0, 12, 3):
+        reading.go_on([tokens[at : at + 3]] * rows, [3] * rows)
+    alone = Reading(runner)
+    for token in tokens:
+        alone.go_on([[token]], [1])
+    assert all(same(found, alone.logits[0]) for found in reading.logits)
+
+
+def check_prompts() -> None:
+    """By the kernels, a chunk of a prompt is a pass like any other, wherever it ends."""
+    runner = runner_of()
+    for prompt in (1, 3, 63, 64, 65, 256, 257, 299):
+        assert same(plain(runner, 8, prompt), plain(runner, 8, 1))
+
+
+def test_prompts_may_be_cut_anywhere() -> None:
+    check_prompts()
+
+
+def check_rows() -> None:
+    """A row goes on after it was copied to another place, or taken out and put back."""
+    runner = runner_of()
+    reading, tokens = Reading(runner, 4), tokens_of(9)
+    reading.prompt(tokens[:100])
+    reading.go_on([[*tokens[100:103], 9, 9]], [3])  # the log holds what the base does not
+    span = reading.cache.take(0, 0, 103)
+    reading.cache.copy_row(0, 2, 103)
+    reading.cache.zero_row(0)
+    reading.cache.put_back(replace(span, row=3))
+    reading.cache.lengths[3] = 103
+    for row in (2, 3):
+        for at in range(103, 180):
+            reading.go_on([tokens[at : at + 1]], [1], row)
+        assert same(reading.logits[row], plain(runner, 9, 100))
+
+
+def test_rows_may_be_moved_and_parked() -> None:
+    check_rows()
+
+
+def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
+    runner = runner_of()
+    reading = Reading(runner)
+    reading.prompt(tokens_of(1)[:40])
+    for start, message in ((30, "states at 40 to 40"), (140, "not for positions 140 to 141")):
+        with pytest.raises(ValueError, match=message):
+            runner.forward(reading.cache, torch.tensor([[5]]), [start])
+    for at in range(40, 100):  # whose length nobody tells
+        runner.forward(reading.cache, torch.tensor([[5]]), [at])
+    with pytest.raises(ValueError, match="states at 40 to 40, not for positions 100"):
+        runner.forward(reading.cache, torch.tensor([[5]]), [100])
+
+
+@cache
+def loaded(**options: Any) -> LLM:
+    return foredraft.load(folder(), device="cpu", max_batch=3, max_length=900, **options)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("draft", [None, "hybrid", "attention"])
+def test_texts_are_those_of_plain_decoding_under_every_drafter(
+    draft: str | None, params: SamplingParams
+) -> None:
+    """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
+    llm = loaded() if draft is None else loaded(draft=str(drafts(draft)))
+    texts = [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
+    names = [*engine_of(llm).drafters, "auto"]
+    assert ("draft-model" in names) == (draft is not None)
+    for name in names:
+        for policy in ("fixed", "auto") if name != "auto" else ("auto",):
+            found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
+            assert [each.token_ids for each in found] == texts, (name, policy)
+
+
+@cache
+def drafts(kind: str) -> Path:
+    if kind == "hybrid":
+        return folder(layers=4)
+    types = {"layer_types": ["full_attention"] * 4}
+    return save_attending(Path(tempfile.mkdtemp()), **types)
+
+
+def save_attending(place: Path, **keys: Any) -> Path:
+    return save_checkpoint(place, vocab_size=320, tokenizer=True)
+
+
+def check_samples() -> None:
+    """Samples of one prompt, more than there are rows, and requests of clients that park each other's."""
+    llm = loaded()
+    [alone] = llm.generate(TEXTS[:1], replace(SEEDED, drafter="none"), n=1)
+    found = llm.generate(TEXTS[:1] * 2, SEEDED, n=4)
+    assert len({tuple(each.token_ids) for each in found}) == 4
+    assert found[0].token_ids == alone.token_ids == found[4].token_ids
+
+
+def test_samples_of_one_prompt() -> None:
+    check_samples()
+
+
+def test_prompts_that_are_kept_give_the_same_texts() -> None:
+    prompt = "x = [1, 2, 3]\n" * 50
+    first = foredraft.load(folder(), device="cpu", max_batch=2, max_length=900)
+    engine_of(first).prefix_cache = PrefixCache(1 << 26)
+    [cold] = first.generate([prompt], GREEDY)
+    [warm] = first.generate([prompt + "y"], GREEDY)
+    [again] = first.generate([prompt], GREEDY)
+    assert not cold.cached_tokens and warm.cached_tokens >= 256 and again.cached_tokens >= 256
+    assert again.token_ids == cold.token_ids
+    [fresh] = loaded().generate([prompt + "y"], GREEDY)
+    assert fresh.token_ids == warm.token_ids
+    first.close()
+
+
+def test_a_draft_model_reads_what_the_prefix_cache_has_of_the_target_alone() -> None:
+    llm = foredraft.load(
+        folder(), device="cpu", max_batch=2, max_length=900, draft=folder(layers=4), policy="fixed"
+    )
+    engine_of(llm).prefix_cache = PrefixCache(1 << 26)
+    prompt = "x = [1, 2, 3]\n" * 50
+    [plain] = llm.generate([prompt], replace(GREEDY, drafter="none"))
+    [drafted] = llm.generate([prompt], GREEDY)
+    assert drafted.cached_tokens and drafted.stats.drafted and drafted.token_ids == plain.token_ids
+    llm.close()
+
+
+def test_every_choice_has_the_scores_of_its_prompt() -> None:
+    outputs = loaded().generate(TEXTS[2:3], replace(SEEDED, prompt_logprobs=0, max_new_tokens=1), n=4)
+    scores = [each.prompt_logprobs for each in outputs]
+    assert len({len(each) for each in scores}) == 1 and len(scores[0]) == outputs[0].prompt_tokens
+    assert all(each == scores[0] for each in scores)
+
+
+@pytest.mark.parametrize("drafted", [31, 63])
+def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
+    """For a target that attends, and so takes longer drafts."""
+    target = save_attending(Path(tempfile.mkdtemp()))
+    llm = foredraft.load(
+        target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
+    )
+    long = replace(GREEDY, max_new_tokens=90)
+    text = llm.generate(TEXTS[:2], replace(long, drafter="none"))
+    found = llm.generate(TEXTS[:2], long)
+    assert [each.token_ids for each in found] == [each.token_ids for each in text]
+    assert max(each.stats.drafted for each in found) > 31
+    llm.close()
+
+
+def test_a_draft_model_that_broke_off_reads_its_text_anew() -> None:
+    """Out of memory, behind layers that had read on: the request goes on, or ends, and the next one is sound."""
+    llm = loaded(draft=str(folder(layers=4)))
+    drafter: Any = engine_of(llm).drafters["draft-model"]
+    row = SimpleNamespace(row=0, id=-7, tokens=tokens_of(2, 90))
+    drafter.read(row, 0, 40)
+    runner = drafter.draft_pass.runner
+    with replaced(runner, "prefill", broken_off(runner.prefill)), pytest.raises(torch.OutOfMemoryError):
+        drafter.read(row, 40, 60)
+    assert drafter.length(row) == 0
+    drafter.read(row, 0, 60)
+
+
+def broken_off(prefill: Any) -> Any:
+    def mutated(*given: Any, **more: Any) -> None:
+        prefill(*given, **more)
+        raise torch.OutOfMemoryError
+
+    return mutated
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="ban_mode is 'rollback', but recurrent layers"):
+        loaded().generate(TEXTS[:1], replace(GREEDY, ban=("x",), ban_mode="rollback"))
+    with pytest.raises(ConfigError, match="eagle3 does not draft where layers of the target are recurrent"):
+        foredraft.load(
+            folder(), device="cpu", draft=save_head(Path(tempfile.mkdtemp()) / "head", "speculators", 320)
+        )
+    other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
+    with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
+        foredraft.load(other, device="cpu", draft=folder())
+    for name in ("layer-skip", "low-bit"):
+        with pytest.raises(
+            ConfigError, match=f"{name} does not draft where layers of the target are recurrent"
+        ):
+            foredraft.load(folder(), device="cpu", drafter=name)
+    banned = loaded().generate(TEXTS[:1], replace(GREEDY, ban=("a",)))
+    assert "a" not in banned[0].text
+
+
+def no_row_moves(rows: RecurrentRows, source: int, target: int) -> None:
+    rows.at[:, target] = rows.at[:, source]
+
+
+def begins(work: Callable[[RecurrentRows, int, int], object]) -> Mutation:
+    """Let a pass begin with other states."""
+    return around(
+        lambda begin, rows, row, start, *rest: (begin(rows, row, start, *rest), work(rows, row, start))[0]
+    )
+
+
+DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
+    check_widths: [
+        ("drafts are folded", KVCache.begin, around(lambda begin, own, row, start, count, **more: (begin(own, row, start, count, **more), start + count)[1]), (AssertionError, ValueError)),
+        ("an entry is taken twice", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].sub_(rows.at[:, row].clamp(max=1)))),
+        ("an entry is dropped", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].copy_((rows.at[:, row] + 1).clamp(max=start)))),
+        ("the states of a neighbour", RecurrentRows.begin, begins(lambda rows, row, start: rows.bases[:, row].copy_(rows.bases[:, row - 1]))),
+    ],
+    check_rows: [
+        ("states stay behind", RecurrentRows.copy, lambda _: no_row_moves),
+        ("what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),
+        ("what is put back stands a token off", RecurrentRows.put_back, around(lambda put, own, row, parts: put(own, row, (parts[0], parts[1], parts[2] - 1, *parts[3:])))),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", caught_by(DEFECTS), ids=lambda mutant: str(mutant.name))
+def test_defects_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)
