@@ -28,13 +28,13 @@ BLOCK = re.compile(r"(?<=<!-- table: )(?P<name>\w+) -->\n.*?(?=<!-- /table -->)"
 TOKENS = 8192  # of the text whose cache the table shows, or as many as the model takes
 GB = 1e9
 # architectures whose public checkpoints' sizes are not known here; `foredraft info` says them of a checkpoint
-UNKNOWN = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"}
+UNKNOWN = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Qwen3_5ForCausalLM"}
 # what is refused, by its kind -> model types that people know
 EXAMPLES = {
     "experts": "mixtral gpt_oss qwen3_moe llama4 phimoe olmoe",
     "latent": "deepseek_v3 deepseek_v2 kimi_k2 glm_moe_dsa",
     "latent-dense": "minicpm3",
-    "hybrid": "mamba rwkv7 lfm2 falcon_h1 qwen3_5",
+    "hybrid": "mamba rwkv7 lfm2 falcon_h1 nemotron_h",
     "hybrid-experts": "qwen3_next jamba granitemoehybrid",
     "encoder": "bert roberta modernbert",
     "encoder-decoder": "t5 bart marian",
