@@ -181,7 +181,7 @@ def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
     for start, message in ((30, "states at 40 to 40"), (140, "not for positions 140 to 141")):
         with pytest.raises(ValueError, match=message):
             runner.forward(reading.cache, torch.tensor([[5]]), [start])
-    for at in range(40, 100):  # whose length nobody tells
+    for at in range(40, 100):  # the test does not set the row's length
         runner.forward(reading.cache, torch.tensor([[5]]), [at])
     with pytest.raises(ValueError, match="states at 40 to 40, not for positions 100"):
         runner.forward(reading.cache, torch.tensor([[5]]), [100])

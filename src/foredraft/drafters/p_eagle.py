@@ -109,9 +109,9 @@ class PEagle(Eagle3):
 
 
 def usual_mask(target: Checkpoint) -> int:
-    """Return the token that SpecForge's program puts into masked slots where it is told none.
+    """Return the token that SpecForge puts into masked slots where a head names none.
 
-    It is the first id that the tokenizer does not use, or else an end token.
+    SpecForge takes the first id that the tokenizer does not use, or else an end token.
     """
     vocabulary, tokenizer = target.spec.vocab_size, target.tokenizer
     unused = vocabulary if tokenizer is None else tokenizer.inner.get_vocab_size()

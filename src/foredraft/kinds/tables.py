@@ -36,6 +36,7 @@ class DrafterKind:
     autoregressive: bool = False  # it returns logits: its drafts have probabilities and can be sampled
     lossless: bool = True  # the output has exactly the target's distribution
     by_request: bool = False  # it drafts only for requests that bring a text for it
+    of_target: bool = False  # it runs layers of the target, or reads the states between them
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -99,7 +100,7 @@ def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
 def _head(summary: str, asset: str) -> DrafterKind:
     """Return the line of a drafter whose weights are a head of the target."""
     found = _asset("assets", asset)
-    return DrafterKind(summary, found, given_by="draft", autoregressive=True)
+    return DrafterKind(summary, found, given_by="draft", autoregressive=True, of_target=True)
 
 
 PREDICTION = "prediction"  # the drafter of requests that bring a text for it
@@ -138,12 +139,14 @@ DRAFTERS: dict[str, DrafterKind] = {
         _asset("assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
+        of_target=True,
     ),
     "kangaroo": DrafterKind(
         "its first layers and a trained adapter",
         _asset("assets", "ADAPTER_ASSET"),
         given_by="adapter",
         autoregressive=True,
+        of_target=True,
     ),
     "low-bit": DrafterKind(
         "the model itself with its weights in 4 or 8 bits",
@@ -151,6 +154,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
         autoregressive=True,
+        of_target=True,
     ),
     "auto": DrafterKind("the loaded drafter that pays most, by measured costs", chooses=True),
 }

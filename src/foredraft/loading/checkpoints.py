@@ -258,8 +258,8 @@ def choose_drafting(
     draft = find_draft(options, weights=fetch)
     owner = None if draft is None else _owner(draft, options, assets)
     drafter = options.drafter or default_drafter(options.policy, options.assets)
-    if draft is not None and owner not in (None, *BESIDE) and target.spec.recurrent_layers:
-        raise _recurrent("the target").error(str(owner))
+    if owner is not None and DRAFTERS[owner].of_target and target.spec.recurrent_layers:
+        raise _recurrent("the target").error(owner)
 
     @cache
     def read() -> Checkpoint:
@@ -297,15 +297,11 @@ def choose_drafting(
     return ChosenDrafting(drafter, found, missing)
 
 
-# the drafters that neither run the target's layers nor read their states
-BESIDE = ("lookup", "suffix", "prediction", "draft-model", "retokenize")
-
-
 def _unfit_for_recurrence(
     name: str, target: Checkpoint, draft: Path | None, read: Callable[[], Checkpoint]
 ) -> Missing | None:
     """Return why a drafter does not draft where layers are recurrent; None: it does, or none is."""
-    whose = "the target" if target.spec.recurrent_layers and name not in BESIDE else None
+    whose = "the target" if target.spec.recurrent_layers and DRAFTERS[name].of_target else None
     if name == "retokenize" and draft is not None and read().spec.recurrent_layers:
         whose = "the draft model"  # whose text changes in the middle
         if not same_vocabulary(target, read()):

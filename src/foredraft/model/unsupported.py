@@ -92,7 +92,7 @@ def check_unread(
 def _is_reference(code: object, config: Mapping[str, Any]) -> bool:
     """Return whether all classes of a model in its `auto_map` are named as the reference's own.
 
-    Unless it is told to trust the checkpoint's code, `transformers` runs its own classes of those names.
+    `transformers` runs its own classes of those names, unless the user lets it trust the checkpoint's code.
     """
     names = config.get("architectures")
     own = names[0].removesuffix("ForCausalLM") if isinstance(names, list) and names else None

@@ -28,7 +28,7 @@ IGNORED: dict[str, str] = {
     " max_seq_len ce_loss_alpha l1_loss_alpha loss_decay_gamma auf lambda_base_start lambda_base_decay_ratio"
     " pure_draft_prefix_len emb_dim gru_hidden_dim moe_intermediate_size num_experts num_experts_per_tok",
     "ModelOpt": "parallel_draft_heads_num_layers has_lm_head num_eagle_features",
-    # whether there is a confidence head, which is not read, is told by the tensors
+    # the tensors tell whether there is a confidence head; no reader reads one
     "DeepSpec": "enable_confidence_head confidence_head_with_markov use_confidence_head"
     " target_text_model_type",
     "AngelSlim": "modal_type target_model_name_or_path target_num_hidden_layers",

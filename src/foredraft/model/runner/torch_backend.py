@@ -26,7 +26,6 @@ from foredraft.model.attention import PassInputs, PassShape, at_columns, build_c
 from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, RunLayers
 from foredraft.model.memory import upload
-from foredraft.model.recurrent import LOG
 from foredraft.model.rope import Rope
 from foredraft.model.runner.compiled import compiled_parts, unpacked_because
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
@@ -139,8 +138,6 @@ class TorchBackend:
         self.shapes = shapes  # chunks of a prefill need not agree with others: products of any row count
         self._prefill_shapes = replace(shapes, query_buckets=PREFILL_BUCKETS, span=None)
         self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
-        if decoder.spec.delta is not None:
-            self.max_queries = min(self.max_queries, LOG // 2)
         self.gathers: bool | None = None  # None: where it pays
         # the captured CUDA graphs; None: passes are not captured
         captures = decoder.device.type == "cuda" and decoder.spec.delta is None  # whose runs are on the host

@@ -26,7 +26,7 @@ from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Attention, Decoder
 from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
-from foredraft.model.recurrent import LOG, Delta, block_of
+from foredraft.model.recurrent import Delta, block_of
 from foredraft.model.rope import Rope
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
@@ -74,7 +74,8 @@ class PairDraft:
 class NativeBackend:
     native = True
     fuses = True
-    shapes = None  # any, because no sum has another order at another shape
+    takes_leaves = True
+    shapes, max_queries = None, MAX_QUERIES  # any, because no sum has another order at another shape
 
     @classmethod
     def of(cls, decoder: Decoder, pairs: PairInputs | None = None) -> NativeBackend | None:
@@ -88,9 +89,6 @@ class NativeBackend:
         spec = decoder.spec
         assert spec.residual_scale is None or not spec.post_norms, "the kernels scale a sum without a norm"
         self.decoder = decoder
-        # a leaf would need the states of its place among the columns
-        self.takes_leaves = spec.delta is None
-        self.max_queries = MAX_QUERIES if spec.delta is None else min(MAX_QUERIES, LOG // 2)
         self._recurrent: tuple[CacheLayers, ctypes.Array[CRecurrent]] | None = (
             None  # of the last pass's cache
         )
