@@ -24,7 +24,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import save_head
-from tests.support.hybrids import VARIANTS, save_hybrid
+from tests.support.hybrids import VARIANTS, add_mtp, save_hybrid
 from tests.support.loaded import engine_of
 from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by, replaced
 from tests.support.mutations import around
@@ -188,20 +188,37 @@ def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
 
 
 @cache
-def loaded(**options: Any) -> LLM:
-    return foredraft.load(folder(), device="cpu", max_batch=3, max_length=900, **options)
+def loaded(model: Path | None = None, **options: Any) -> LLM:
+    return foredraft.load(model or folder(), device="cpu", max_batch=3, max_length=900, **options)
+
+
+# the drafter of a head -> a format of its files
+HEADS = {
+    "eagle3": "speculators", "p-eagle": "p-eagle speculators", "eagle": "eagle-1", "medusa": "vllm",
+    "dflash": "block anchored", "dspark": "block gated", "mtp": "",
+}  # fmt: skip
+
+
+@cache
+def target(predicts_further: bool) -> Path:
+    """Return the model's folder, or that of one with a layer that predicts further tokens."""
+    if not predicts_further:
+        return folder()
+    place = save_hybrid(Path(tempfile.mkdtemp()), dtype="bfloat16", seed=8)
+    add_mtp(place)
+    return place
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("draft", [None, "hybrid", "attention"])
+@pytest.mark.parametrize("draft", [None, "hybrid", "attention", *HEADS])
 def test_texts_are_those_of_plain_decoding_under_every_drafter(
     draft: str | None, params: SamplingParams
 ) -> None:
     """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
-    llm = loaded() if draft is None else loaded(draft=str(drafts(draft)))
+    llm = loaded() if draft is None else loaded(draft=str(drafts(draft)), model=target(draft == "mtp"))
     texts = [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
     names = [*engine_of(llm).drafters, "auto"]
-    assert ("draft-model" in names) == (draft is not None)
+    assert draft is None or {"hybrid": "draft-model", "attention": "draft-model"}.get(draft, draft) in names
     for name in names:
         for policy in ("fixed", "auto") if name != "auto" else ("auto",):
             found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
@@ -212,8 +229,12 @@ def test_texts_are_those_of_plain_decoding_under_every_drafter(
 def drafts(kind: str) -> Path:
     if kind == "hybrid":
         return folder(layers=4)
-    types = {"layer_types": ["full_attention"] * 4}
-    return save_attending(Path(tempfile.mkdtemp()), **types)
+    if kind == "mtp":
+        return target(True)
+    place = Path(tempfile.mkdtemp())
+    if kind in HEADS:
+        return save_head(place / "head", HEADS[kind], 320)
+    return save_attending(place, layer_types=["full_attention"] * 4)
 
 
 def save_attending(place: Path, **keys: Any) -> Path:
@@ -305,10 +326,6 @@ def broken_off(prefill: Any) -> Any:
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="ban_mode is 'rollback', but recurrent layers"):
         loaded().generate(TEXTS[:1], replace(GREEDY, ban=("x",), ban_mode="rollback"))
-    with pytest.raises(ConfigError, match="eagle3 does not draft where layers of the target are recurrent"):
-        foredraft.load(
-            folder(), device="cpu", draft=save_head(Path(tempfile.mkdtemp()) / "head", "speculators", 320)
-        )
     other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
     with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
         foredraft.load(other, device="cpu", draft=folder())

@@ -34,6 +34,13 @@ def save_hybrid(
     torch.manual_seed(seed)
     config = transformers.Qwen3_5TextConfig(**SIZES | VARIANTS[variant] | keys)
     model = transformers.Qwen3_5ForCausalLM(config)
+    _draw(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _draw(model: Any) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
@@ -42,9 +49,27 @@ def save_hybrid(
                 weight.add_(torch.randn_like(weight), alpha=0.2)
             else:
                 weight.normal_(0.0, 0.6 if weight.dim() == 3 else 1.3 * weight.shape[-1] ** -0.5)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
-    return folder
+
+
+def add_mtp(folder: Path, *, seed: int = 1) -> Any:
+    """Add a random layer that predicts further tokens to a model; return it as a model of one layer, with its `fc`."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3_5TextConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types, config.tie_word_embeddings = 1, ["full_attention"], False
+    model = transformers.Qwen3_5ForCausalLM(config)
+    model.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    kind = type(model.model.norm)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        setattr(model, name, kind(config.hidden_size, config.rms_norm_eps))
+    _draw(model)
+    model.to(config.dtype).eval()
+    own = {
+        f"mtp.{name.removeprefix('model.')}": weight.detach().clone()
+        for name, weight in model.named_parameters()
+        if "embed_tokens" not in name and "lm_head" not in name
+    }
+    rewrite(folder, lambda tensors: tensors | own)
+    return model
 
 
 def rewrite(folder: Path, change: Any) -> None:

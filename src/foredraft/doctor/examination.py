@@ -32,6 +32,7 @@ from foredraft.drafters.eagle3 import Eagle3, load_eagle3
 from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.heads.settings import HeadSettings, write_settings
 from foredraft.drafters.medusa import Medusa
+from foredraft.drafters.mtp import MTP, load_mtp
 from foredraft.drafters.p_eagle import PEagle, load_p_eagle
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option
 from foredraft.llm.loaded import Loaded
@@ -159,6 +160,7 @@ MOST = 32  # drafts of a text: more change little, and take as much longer
 TOKENS = 512  # of a text that are read
 FEWEST = 24  # tokens of a text: fewer leave no room for drafts
 LEAST = 0.02  # of a round's tokens: a smaller gain is not worth a file
+OF_WEIGHTS = ("own_head", "own_embedding", "states_first", "folded_norms")  # settings that change weights
 ERRORS = 2.0  # standard errors that a gain has to be
 
 
@@ -172,6 +174,7 @@ class HeadKind:
 
 
 HEADS = (
+    HeadKind(MTP, load_mtp, head_drafts),
     HeadKind(PEagle, load_p_eagle, p_eagle_drafts),
     HeadKind(Eagle3, load_eagle3, head_drafts),
     HeadKind(BlockDrafter, load_block, block_drafts),
@@ -231,7 +234,7 @@ def _examine_head(
     loaded: Loaded, draft: Path, drafter: Any, kind: HeadKind, ids: list[list[int]], write: bool,
     progress: Callable[[str, int, int], None],
 ) -> Diagnosis:  # fmt: skip
-    target, files = loaded.spec, drafter.read_files(draft)
+    target, files = loaded.spec, drafter.files
     record = files.record.for_target(target, str(draft))
     near = {layer + shift for layer in record.aux_layers or () for shift in (0, *SHIFTS)}  # any setting's
     aux_layers = sorted(near.intersection(range(target.layers + 1)))
@@ -298,8 +301,8 @@ class _HeadBench:
         except CheckpointError:
             return None
         head = self.head.read_as(after)
-        if replace(before, own_head=after.own_head, own_embedding=after.own_embedding) != before:
-            head = self.kind.load(replace(self.files, record=after), self.loaded.runner)  # other weights
+        if any(getattr(before, flag, None) != getattr(after, flag, None) for flag in OF_WEIGHTS):
+            head = self.kind.load(replace(self.files, record=after), self.loaded.runner)
         return DraftAcceptance.joined(
             acceptance_of(self.kind.drafts(head, text, self.length, MOST), text) for text in self.texts
         )

@@ -79,6 +79,28 @@ ASSISTANT_ASSET = HeadAsset(
 )  # fmt: skip
 
 
+class MTPAsset(HeadAsset):
+    """A head that predicts further tokens: among the target's tensors, or given."""
+
+    def find(self, search: AssetSearch) -> Found | Missing:
+        if search.draft is not None and self.knows(search.draft):
+            return super().find(search)
+        if not search.weights_here:
+            return Missing(
+                "has a head that predicts further tokens or none: the weights that tell are not downloaded"
+            )
+        from foredraft.drafters.mtp import MTP, files_in
+
+        source = search.target.source.base
+        return (
+            self.missing if files_in(source, search.target) is None else MTP.found(source.path, search.target)
+        )
+
+
+MTP_ASSET = MTPAsset("mtp", "a head that predicts further tokens (MTP)", EITHER, "mtp:MTP")
+MTP_ASSET.required = None  # most such models have it among their own tensors
+
+
 class PlanAsset(Asset):
     """A plan: given, or kept for the model by `foredraft tune`."""
 

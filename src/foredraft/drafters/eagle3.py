@@ -95,6 +95,7 @@ class Eagle3Head:
     output: Product  # the head over its draft vocabulary
     draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
     embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    pair_norm: PairNorm | None = None  # before an `fc` that joins pairs
     kernels: EagleKernels | None = None  # run its layers; None: PyTorch's operators do
 
     @classmethod
@@ -110,17 +111,20 @@ class Eagle3Head:
 
     def by_kernels(self) -> Eagle3Head:
         """Return the head run by the C kernels where they run its target and have its weights."""
-        first, pair_norm = self.layers[0], self.layers[0].attention.norm
-        norms = (pair_norm.embedding, pair_norm.state) if isinstance(pair_norm, PairNorm) else (None, None)
+        first, pair_norm = self.layers[0], self.pair_norm
+        if pair_norm is None:  # it stands before the first layer, if there is one
+            pair_norm = cast(PairNorm | None, first.attention.norm)
+            first = replace(first, attention=replace(first.attention, norm=None))
         weights = Decoder(
             spec=replace(self.record.spec, embedding_scale=None),
             embedding=self.target.embedding if self.embedding is None else self.embedding,
-            layers=(replace(first, attention=replace(first.attention, norm=None)), *self.layers[1:]),
+            layers=(first, *self.layers[1:]),
             norm=self.norm or self.target.norm,
             output=self.output,
         )
         pairs = PairInputs(
-            *norms,
+            None if pair_norm is None else pair_norm.embedding,
+            None if pair_norm is None else pair_norm.state,
             join=self.fc if self.record.pair_fc else None,
             normed_residual=self.record.norm_before_residual,
             normed_output=self.record.norm_output and self.norm is not None,
@@ -165,8 +169,7 @@ class Eagle3Head:
         state = states.reshape(batch * width, -1)
         state = state if real is None else state[real]
         ids = tokens.flatten() if real is None else tokens.flatten()[real]
-        x = torch.cat([self.embed(ids), state], -1)
-        x = self.fc(x) if self.record.pair_fc else x
+        x = self.entering(torch.cat([self.embed(ids), state], -1))
         first = self.layers[0]
         attended = attend(spec, 0, project(spec, first.attending, x, None), context)
         x = finish(spec, first, x if self.record.pair_fc else self.residual(state), attended, True, None)
@@ -174,6 +177,12 @@ class Eagle3Head:
             attended = attend(spec, index, project(spec, layer.attending, x, None), context)
             x = finish(spec, layer, x, attended, True, None)
         return at_columns(x, real, batch * width).view(batch, width, -1)
+
+    def entering(self, pairs: Tensor) -> Tensor:
+        """Return what enters the first layer, of pairs [N, 2 * d]."""
+        if not self.record.pair_fc:
+            return pairs
+        return self.fc(pairs if self.pair_norm is None else self.pair_norm(pairs))
 
     def residual(self, state: Tensor) -> Tensor:
         """Return what the first layer adds its attention to, for states [N, d]."""

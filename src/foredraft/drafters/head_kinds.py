@@ -23,14 +23,14 @@ DFLASH, DSPARK = "dflash_config", "dspark_config"  # sections of a config
 ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 BIAS = "markov_w1.weight"  # in GGUF files; it makes a DFlash head one of DSpark
 # the drafters that read heads
-READ = ("eagle3", "p-eagle", "eagle", "medusa", "dflash", "dspark")
+READ = ("eagle3", "p-eagle", "eagle", "mtp", "medusa", "dflash", "dspark")
 # a pattern that the name of a tensor matches -> what holds such a tensor, the first that fits
 BY_TENSOR = {
     r"hydra_": "Hydra",
     r"(prefix_gru|embed_proj)\.": "Domino",
     r"lilicorr\.": "LiLiCorr",
     r"parallel_draft_heads\.": "EAGLE-3 with Medusa heads",
-    r"mtp_layers\.": "MTP",
+    r"(mtp|(model\.)?mtp_layers\.0|model\.layers\.\d+)\.(pre_fc_norm_hidden|hidden_layernorm|hnorm)\.": "mtp",
     r"(speculator\.)?(forget_emb|cell_emb|input_emb|output_emb|emb\.0)\.": "LSTM",
     r"mask_hidden$": "p-eagle",
     r"(markov_head\.)?markov_w1\.": "dspark",
@@ -47,13 +47,14 @@ BY_ARCHITECTURE = {
     **dict.fromkeys(("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"), "dflash"),
     **dict.fromkeys(("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"), "dspark"),
     "MedusaModel": "medusa", "MLPSpeculatorPreTrainedModel": "LSTM",
-    "ArcticLSTMSpeculatorPreTrainedModel": "LSTM", "MTPDraftModel": "MTP", "DominoDraftModel": "Domino",
+    "ArcticLSTMSpeculatorPreTrainedModel": "LSTM", "MTPDraftModel": "mtp", "DominoDraftModel": "Domino",
     "DFlareDraftModel": "DFlare",
     "LiLiCorrDraftModel": "LiLiCorr",
 }  # fmt: skip
+FIRST_LAYER = re.compile(r"(language_)?model\.(language_model\.|model\.)?layers\.0\.")
 BY_TYPE = {
     "eagle3": "eagle3", "peagle": "p-eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark",
-    "mtp": "MTP", "dflare": "DFlare", "domino": "Domino", "hydra": "Hydra", "mlp": "LSTM",
+    "mtp": "mtp", "dflare": "DFlare", "domino": "Domino", "hydra": "Hydra", "mlp": "LSTM",
 }  # fmt: skip
 # of an EAGLE-1 or EAGLE-2 head, which has no norm before its output
 PAIRS, FINAL_NORM = frozenset({"fc.weight", "layers.0.self_attn.q_proj.weight"}), "norm.weight"
@@ -116,7 +117,8 @@ def head_kind(place: Path) -> str | None:
         return named
     for pattern, kind in BY_TENSOR.items():
         if any(re.match(pattern, name) for name in names):
-            return kind
+            whole = kind == "mtp" and any(FIRST_LAYER.match(name) for name in names)
+            return None if whole else kind
     if names >= PAIRS and FINAL_NORM not in names and config:
         return "eagle"
     return named or _kind_by_config(place, config)

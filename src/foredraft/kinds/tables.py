@@ -36,7 +36,7 @@ class DrafterKind:
     autoregressive: bool = False  # it returns logits: its drafts have probabilities and can be sampled
     lossless: bool = True  # the output has exactly the target's distribution
     by_request: bool = False  # it drafts only for requests that bring a text for it
-    of_target: bool = False  # it runs layers of the target, or reads the states between them
+    of_target: bool = False  # it runs layers of the target
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _asset(module: str, name: str = "ASSET") -> Callable[[], Asset]:
 def _head(summary: str, asset: str) -> DrafterKind:
     """Return the line of a drafter whose weights are a head of the target."""
     found = _asset("assets", asset)
-    return DrafterKind(summary, found, given_by="draft", autoregressive=True, of_target=True)
+    return DrafterKind(summary, found, given_by="draft", autoregressive=True)
 
 
 PREDICTION = "prediction"  # the drafter of requests that bring a text for it
@@ -130,6 +130,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "eagle3": _head("a trained EAGLE-3 head over its states", "EAGLE3_ASSET"),
     "p-eagle": _head("a trained P-EAGLE head", "P_EAGLE_ASSET"),
     "eagle": _head("a trained EAGLE-1 or EAGLE-2 head", "EAGLE_ASSET"),
+    "mtp": _head("the layer with which it predicts further tokens", "MTP_ASSET"),
     "medusa": _head("trained Medusa heads over its last state", "MEDUSA_ASSET"),
     "dflash": _head("a trained DFlash head", "DFLASH_ASSET"),
     "dspark": _head("a trained DSpark head", "DSPARK_ASSET"),

@@ -178,7 +178,7 @@ class CheckpointTensors:
         """Say in a line each which weights are expanded though they have a format, and what stays unread."""
         if self.further and self.device.type != "meta":
             shown = len(self.further), self.further[0]
-            logger.info("%d tensors that predict further tokens stay unread (the first: %s)", *shown)
+            logger.info("%d tensors that predict further tokens are left to drafters (the first: %s)", *shown)
         if self.disordered:
             size = self.dtype.itemsize * sum(math.prod(joined_shape(shapes)) for shapes in self.disordered)
             first = ", ".join(name.removesuffix(".weight") for name in self.disordered[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -222,6 +222,38 @@ def build_decoder(
     embedding = builder.embedding(head)  # loaded last, it can take the memory that the temporary buffer had
     parts = builder.norm(LAST_NORM), head, builder.learned_positions(), inputs
     return Decoder(spec, embedding, layers, *parts)
+
+
+JOIN, TOKEN_NORM, STATE_NORM = "fc", "token_norm", "state_norm"  # of a pair of a token and a state
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherLayer:
+    """What predicts the token after a pair of a token and the state before it."""
+
+    token_norm: Norm  # of the embedding
+    state_norm: Norm
+    join: Product  # makes of both, the embedding first, what enters the layer
+    layer: Layer
+    norm: Norm  # before the head
+
+
+def build_further(
+    spec: ModelSpec, tensors: TensorSource, native: bool = False, bits: int | None = None
+) -> FurtherLayer:
+    builder = _Builder(spec, tensors, native, bits)
+    return FurtherLayer(
+        token_norm=builder.norm(TOKEN_NORM), state_norm=builder.norm(STATE_NORM),
+        join=builder.linear({JOIN: spec.hidden_size}, 2 * spec.hidden_size), layer=builder.layer(0),
+        norm=builder.norm(LAST_NORM),
+    )  # fmt: skip
+
+
+def further_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `build_further` loads, by name."""
+    counter = SizeCounter()
+    build_further(spec, counter)
+    return counter.shapes
 
 
 def build_layer(spec: ModelSpec, tensors: TensorSource, index: int = 0, *, mlp: bool = True) -> Layer:

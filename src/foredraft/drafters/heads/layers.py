@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass
-from foredraft.drafters.asset import Found
+from foredraft.drafters.asset import Found, Parts
 from foredraft.drafters.heads.record import HeadRecord, Record, map_of, target_rows
 from foredraft.drafters.heads.settings import described_head, with_settings
 from foredraft.drafters.heads.tensors import EMBEDDING, HEAD, HeadFiles
@@ -209,6 +209,7 @@ class HeadDrafter(WaitingReader):
 
     read_folder: Callable[[Path], HeadFiles[Any]]  # reads the head of a folder
     load: Callable[[HeadFiles[Any], Runner], Any]  # reads its weights
+    files: HeadFiles[Any]  # the head's, without what the doctor set
 
     def __init__(
         self, target: Runner, cache: KVCache, head: Any, planned: int | None, *, blocked: bool = False
@@ -247,11 +248,18 @@ class HeadDrafter(WaitingReader):
 
     @classmethod
     def found(cls, place: Path, target: Checkpoint) -> Found:
-        files, settings = with_settings(cls.files_for(place, target), target.spec)
+        own = cls.files_for(place, target)
+        files, settings = with_settings(own, target.spec)
         record = files.record
+
+        def build(parts: Parts) -> HeadDrafter:
+            head = cls.load(files, parts.target)
+            drafter = cls(parts.target, parts.cache, head, record.planned)
+            drafter.files = own
+            return drafter
+
         return Found(
             bytes=files.parameters * target.dtype.itemsize, planned=record.planned,
             longest_draft=record.drafts or 0, about=described_head(files, settings),
-            specs=cls.specs(record), dtype=target.dtype,
-            build=lambda parts: cls(parts.target, parts.cache, cls.load(files, parts.target), record.planned),
+            specs=cls.specs(record), dtype=target.dtype, build=build,
         )  # fmt: skip

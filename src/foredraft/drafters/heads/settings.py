@@ -37,6 +37,8 @@ class HeadSettings:
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
     final_norm: bool | None = None
+    states_first: bool | None = None
+    folded_norms: bool | None = None
     from_anchor: bool | None = None
     causal: bool | None = None
     own_head: bool | None = None
