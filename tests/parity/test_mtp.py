@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,16 @@ from foredraft.doctor.examination import diagnose
 from foredraft.doctor.teacher_forced import head_drafts, read_text
 from foredraft.drafters.eagle3 import Eagle3Head
 from foredraft.drafters.heads.settings import HeadSettings, write_settings
-from foredraft.drafters.mtp import SPELLINGS
+from foredraft.drafters.mtp import SPELLINGS, files_at, read_values
 from foredraft.errors import ForedraftError
+from foredraft.export.command import export_head
+from foredraft.loading import options_for
+from foredraft.loading.checkpoints import find_target
+from foredraft.train import head_students
+from foredraft.train.head_students import MTPStudent
+from foredraft.train.target import Document, FrozenTarget, Packed
+from foredraft.train.trainers import train
+from foredraft.train.training_options import MTPOptions
 from tests.support.hybrids import add_mtp, rewrite, save_hybrid
 from tests.support.mutation import Mutant, assert_caught, caught_by
 from tests.support.mutations import around
@@ -182,11 +191,99 @@ def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
     assert texts[0] == texts[1]
 
 
+def shaken(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(4)
+    return {name: each + 0.1 * torch.randn(each.shape, generator=random) for name, each in own.items()}
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_export_writes_a_trained_layer_into_the_model(shards: bool, tmp_path: Path) -> None:
+    folder, own = without(saved()[0], tmp_path)
+    rewrite(folder, lambda tensors: tensors | shaken(own))
+    if shards:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        names = sorted(tensors)
+        where = {name: f"model-{1 + (place % 2):05}-of-00002.safetensors" for place, name in enumerate(names)}
+        for shard in set(where.values()):
+            save_file(
+                {name: tensors[name] for name in names if where[name] == shard},
+                folder / shard,
+                {"format": "pt"},
+            )
+        index = {"metadata": {}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    head = tmp_path / "head"
+    head.mkdir()
+    save_file(own, head / "model.safetensors")
+    with pytest.raises(AssertionError):
+        check(folder)
+    export_head(head, "checkpoint", tmp_path / "made", str(folder))
+    check(tmp_path / "made")
+    assert (tmp_path / "made" / "tokenizer.json").is_file()
+
+
+def trained() -> tuple[MTPStudent, Packed, Tensor]:
+    folder, tokens, _ = saved()
+    options = options_for(str(folder), device="cpu")
+    files = files_at(folder, checkpoint := find_target(options))
+    record = files.record.for_target(checkpoint.spec, "the head")
+    target = FrozenTarget(folder, torch.device("cpu"), torch.float32)
+    student = MTPStudent(
+        record, target.decoder, target.head_weight, steps=STEPS, decay=1.0, start=read_values(files)
+    )
+    document = Document(tuple(tokens), (True,) * len(tokens))
+    packed = Packed.of([document, document], torch.device("cpu"))
+    states = target.states(packed, student.aux_layers).aux_states
+    assert states is not None
+    return student, packed, states
+
+
+def check_training() -> None:
+    """What training computes of each step of a draft is what decoding drafts."""
+    student, packed, states = trained()
+    drafts, (_, tokens, expected) = student.drafts(packed, states, STEPS, sampled=False), saved()
+    with torch.no_grad():
+        for step in drafts.steps:
+            logits = drafts.logits(step.left)
+            for anchor, own in expected.items():
+                for document in (0, 1):  # each has a column less that predicts than tokens
+                    [place] = (step.anchors == anchor + document * (len(tokens) - 1)).nonzero()[:, 0].tolist()
+                    far = (logits[place] - own[step.number]).abs().max() / own.abs().max()
+                    assert far < 2e-5, (step.number, anchor, float(far))
+
+
+def test_training_learns_what_decoding_drafts() -> None:
+    check_training()
+
+
+def test_what_is_trained_is_read_back(tmp_path: Path) -> None:
+    folder = saved("bfloat16")[0]
+    data, head = tmp_path / "data.txt", tmp_path / "head"
+    data.write_text("def f(x): return x\n\n" * 200)
+    options = MTPOptions(
+        data=(data,), out=head, steps=2, validate_every=1, step_tokens=256, work=tmp_path / "work"
+    )
+    train(options, str(folder), device="cpu")
+    again = replace(options, from_head=head, out=tmp_path / "again", work=tmp_path / "more")
+    train(again, str(folder), device="cpu")
+    found = load_file(head / "model.safetensors")
+    assert set(found) == set(without(folder, tmp_path)[1])
+    changed = load_file(tmp_path / "again" / "model.safetensors")
+    assert any(not torch.equal(changed[name], found[name]) for name in found)
+    llm = load(model=str(folder), draft=str(head), max_length=64)
+    assert "mtp" in llm.loaded.engine.drafters
+    llm.close()
+
+
 def check_operators() -> None:
     check(kernels=False)
 
 
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
+    check_training: [
+        ("training without gates", head_students._gated, lambda _: lambda attended, gates: attended),
+    ],
     check_operators: [
         ("the raw state recurs", Eagle3Head.recurring, lambda _: lambda head, left: left),
         ("the state before the final norm is read", Eagle3Head.joined, lambda _: lambda head, states: states),

@@ -132,6 +132,13 @@ COMMANDS = {
         foredraft train dflash --data my.jsonl --out ./head  # for the demo model
         foredraft train dflash --model ./big --data my.jsonl --out ./head --block 16  # longer drafts""",
     ),
+    "train mtp": Command(
+        "train",
+        "Train the layer with which a model predicts further tokens (MTP) on, from its own or a trained one.",
+        """--data FILES... --out DIR [OPTIONS]
+        foredraft train mtp --model ./big --data my.jsonl --out ./head  # from the model's own layer
+        foredraft train mtp --model ./big --data my.jsonl --out ./head2 --from-head ./head  # further""",
+    ),
     "train draft": Command(
         "train",
         "Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.",

@@ -1,4 +1,4 @@
-"""`foredraft train adapter`, `eagle3`, `dflash` and `draft`: train a drafter on the user's own text.
+"""`foredraft train adapter`, `eagle3`, `dflash`, `mtp` and `draft`: train a drafter on the user's own text.
 
 stdout has a few lines, or with --json one JSON document. The exit code is 0 when a drafter was written. After
 Ctrl-C it is 130, and the same command goes on from the last checkpoint.
@@ -31,6 +31,7 @@ from foredraft.train.training_options import (
     AdapterOptions,
     DFlashOptions,
     Eagle3Options,
+    MTPOptions,
     TrainOptions,
 )
 from foredraft.train.training_options import DraftOptions as TrainedDraftOptions
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 USED_BY = {
     "eagle3": "draft",
     "dflash": "draft",
+    "mtp": "draft",
 }  # kind -> the option that names its folder, where that is not the kind's name
 TRAINING = Group("Training", sort_key=2)
 DATA = Group("Data", sort_key=1)
@@ -50,6 +52,7 @@ KINDS = {
     "adapter": AdapterOptions,
     "eagle3": Eagle3Options,
     "dflash": DFlashOptions,
+    "mtp": MTPOptions,
     "draft": TrainedDraftOptions,
 }  # of training: what they take
 TABLES = {"loss": LOSSES, "kind": ADAPTER_KINDS}  # of options whose help has a line for each name
@@ -128,6 +131,11 @@ dflash = _command(
     "dflash",
     f"the model's next-token distributions on your text, for all tokens of a draft at once. {HERE}",
     *("layers", "block", "draft_vocabulary"),
+)
+mtp = _command(
+    "mtp",
+    f"the model's next-token distribution on your text, and to go on from its own states. {HERE}",
+    *("draft_length", "from_head"),
 )
 draft = _command(
     "draft",

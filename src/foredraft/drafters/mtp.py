@@ -29,6 +29,7 @@ from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.heads.tensors import HeadFiles
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Checkpoint, CheckpointTensors, Shapes, weight_headers
+from foredraft.model.decoder import Decoder
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.locate import source_at
 from foredraft.model.quantisation.codes import Codes
@@ -38,7 +39,7 @@ from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import AS_STORED, HEAD, LAST_NORM, LAYERS, Naming
-from foredraft.model.weights import JOIN, STATE_NORM, TOKEN_NORM, build_further, further_shapes
+from foredraft.model.weights import JOIN, STATE_NORM, TOKEN_NORM, FurtherLayer, build_further, further_shapes
 
 OWN_LAYER = f"{LAYERS}.0."
 
@@ -138,6 +139,16 @@ def files_in(source: ModelSource, target: Checkpoint) -> MTPFiles | None:
     )  # fmt: skip
 
 
+def files_at(place: Path, target: Checkpoint) -> MTPFiles:
+    """Return the head in a place, which may be the target's own."""
+    source = target.source.base if place == target.source.path else source_at(place)
+    files = files_in(source, target)
+    if files is None:
+        problem = f"{place} has no tensors that predict further tokens of this model"
+        raise CheckpointError(problem, remedy="give a head of this model")
+    return files
+
+
 def _found(names: Collection[str], layers: int) -> tuple[str, Spelling] | None:
     """Return how a checkpoint spells the head that it has; norms are there in any format of weights."""
     norm = f"{STATE_NORM}.weight"
@@ -168,14 +179,45 @@ def load_mtp(files: MTPFiles, target: Runner) -> Eagle3Head:
     with ExitStack() as stack:
         tensors = _Tensors(files, stack, decoder.device, decoder.dtype)
         parts = build_further(spec, tensors, target.by_kernels, files.bits)
-    joined = _turned(parts.join, target) if record.states_first else parts.join
-    norms = PairNorm(*(cast(RMSNorm, norm) for norm in (parts.token_norm, parts.state_norm)))
-    head = Eagle3Head(
-        record=record, target=decoder, aux_norms=(), fc=joined, layers=(parts.layer,),
-        norm=cast(RMSNorm, parts.norm), output=decoder.output, draft_vocab=None, embedding=None,
-        pair_norm=norms,
-    )  # fmt: skip
+    if record.states_first:
+        parts = replace(parts, join=_turned(parts.join, target))
+    head = head_of(record, decoder, parts, decoder.output)
     return head.by_kernels() if target.by_kernels else head
+
+
+def head_of(record: MTPRecord, target: Decoder, parts: FurtherLayer, output: Product) -> Eagle3Head:
+    """Return the head of these parts, which EAGLE's drafter runs."""
+    token_norm, state_norm, norm = (
+        cast(RMSNorm, norm) for norm in (parts.token_norm, parts.state_norm, parts.norm)
+    )
+    return Eagle3Head(
+        record=record, target=target, aux_norms=(), fc=parts.join, layers=(parts.layer,), norm=norm,
+        output=output, draft_vocab=None, embedding=None, pair_norm=PairNorm(token_norm, state_norm),
+    )  # fmt: skip
+
+
+def read_values(files: MTPFiles) -> dict[str, Tensor]:
+    """Return the weights as a Qwen has them, by the names of `build_further`, in float32."""
+    record = files.record
+    with ExitStack() as stack:
+        tensors = _Tensors(files, stack, torch.device("cpu"), torch.float32)
+        found = {name: tensors.load({name: shape}) for name, shape in files.shapes.items()}
+    if record.states_first:
+        found[f"{JOIN}.weight"] = found[f"{JOIN}.weight"].roll(record.spec.hidden_size, 1)
+    return {
+        name: value - 1 if record.folded_norms and value.dim() == 1 else value
+        for name, value in found.items()
+    }
+
+
+def stored_values(
+    values: Mapping[str, Tensor], dtype: torch.dtype, format: str = "Qwen", layers: int = 0
+) -> dict[str, Tensor]:
+    """Return weights that `read_values` gave, or that were trained, as a format has them."""
+    spelling, join = SPELLINGS[format], f"{JOIN}.weight"
+    if spelling.states_first:
+        values = {**values, join: values[join].roll(values[join].shape[1] // 2, 1)}
+    return {spelling.stored(name, layers): value.to(dtype) for name, value in values.items()}
 
 
 def _turned(join: Product, target: Runner) -> Product:
@@ -195,8 +237,4 @@ class MTP(Eagle3):
 
     @classmethod
     def files_for(cls, place: Path, target: Checkpoint) -> HeadFiles[Any]:
-        source = target.source.base if place == target.source.path else source_at(place)
-        files = files_in(source, target)
-        if files is None:
-            raise CheckpointError(f"{place} has no tensors that predict further tokens of this model")
-        return files
+        return files_at(place, target)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-SPECULATORS, SPECFORGE, GGUF = "speculators", "specforge", "gguf"
+SPECULATORS, SPECFORGE, GGUF, CHECKPOINT = "speculators", "specforge", "gguf", "checkpoint"
 FORMATS = {
     SPECULATORS: "a folder for vLLM",
     SPECFORGE: "a folder for SGLang, and vLLM's own option",
     GGUF: "a file for llama.cpp",
+    CHECKPOINT: "the model's own folder with its layer for further tokens (MTP) replaced",
 }  # name -> who reads it, for the help

@@ -30,7 +30,8 @@ from foredraft.drafters.heads.writing import (
     write_head,
 )
 from foredraft.errors import ConfigError, Option
-from foredraft.export import GGUF, SPECFORGE, SPECULATORS
+from foredraft.export import CHECKPOINT, GGUF, SPECFORGE, SPECULATORS
+from foredraft.export.checkpoint import write_model
 from foredraft.files import errors_named, replacing
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
@@ -150,12 +151,18 @@ class Exported:
 
 def export_head(draft: Path, format: str, out: Path, model: str | None = None, **load: Any) -> Exported:
     """Write a head in the format of another engine."""
-    if head_kind(draft) != "eagle3":
+    kind, name = ("mtp", "MTP head") if format == CHECKPOINT else ("eagle3", "EAGLE-3 head")
+    if head_kind(draft) != kind:
         raise ConfigError(
-            "which is no EAGLE-3 head", option="draft", value=str(draft), remedy="give a head's folder"
+            f"which is no {name}", option="draft", value=str(draft), remedy="give a head's folder"
         )
     given = options_for(model or demo.target_path(), device="cpu", draft=None, **load)
     target = find_target(given)
+    if format == CHECKPOINT:
+        with errors_named(out, "out", "give another place"):
+            check_out(out, lambda found: False)
+            write_model(out, draft, target)
+        return Exported(str(out), format, (target.spec.layers,), target.spec.vocab_size)
     head = read_stored_head(draft, target)
     with errors_named(out, "out", "give another place"):
         if format == GGUF:

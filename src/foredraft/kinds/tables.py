@@ -150,7 +150,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         of_target=True,
     ),
     "low-bit": DrafterKind(
-        "the model itself with its weights in 4 or 8 bits",
+        "the model itself in 4 or 8 bits",
         _asset("assets", "COPY_ASSET"),
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},

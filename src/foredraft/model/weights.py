@@ -239,9 +239,14 @@ class FurtherLayer:
 
 
 def build_further(
-    spec: ModelSpec, tensors: TensorSource, native: bool = False, bits: int | None = None
+    spec: ModelSpec,
+    tensors: TensorSource,
+    native: bool = False,
+    bits: int | None = None,
+    *,
+    pack: bool = True,
 ) -> FurtherLayer:
-    builder = _Builder(spec, tensors, native, bits)
+    builder = _Builder(spec, tensors, native, bits, pack=pack)
     return FurtherLayer(
         token_norm=builder.norm(TOKEN_NORM), state_norm=builder.norm(STATE_NORM),
         join=builder.linear({JOIN: spec.hidden_size}, 2 * spec.hidden_size), layer=builder.layer(0),

@@ -28,6 +28,7 @@ Entries = Sequence[Mapping[str, Any]]
 TITLES = {
     "adapter": "an adapter",
     "eagle3": "an EAGLE-3 head",
+    "mtp": "a layer that predicts further tokens",
     "dflash": "a DFlash head",
     "draft": "a draft model",
 }

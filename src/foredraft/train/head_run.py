@@ -1,13 +1,15 @@
-"""Train an EAGLE-3 or a DFlash head, from a new or a trained one."""
+"""Train an EAGLE-3, a DFlash or an MTP head, from a new or a trained one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foredraft.drafters.head_kinds import head_kind
 from foredraft.drafters.heads.block_configs import MOST_SLOTS, layers_of
@@ -25,17 +27,18 @@ from foredraft.drafters.heads.writing import (
     write_head,
     z_lab_config,
 )
+from foredraft.drafters.mtp import files_at, read_values, stored_values
 from foredraft.errors import ConfigError
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.safetensors_file import SINGLE
 from foredraft.model.spec import CONFIG, ModelSpec
-from foredraft.train.head_students import BlockStudent, Eagle3Student
+from foredraft.train.head_students import BlockStudent, Eagle3Student, MTPStudent
 from foredraft.train.loop import Prepared, Trainee
 from foredraft.train.preparation import check_out
 from foredraft.train.students import Student
 from foredraft.train.target import step_weights
 from foredraft.train.texts import frequent_tokens
-from foredraft.train.training_options import DFlashOptions, Eagle3Options
+from foredraft.train.training_options import DFlashOptions, Eagle3Options, MTPOptions
 
 
 def check_eagle3(options: Eagle3Options, target: Checkpoint, hash: str) -> None:
@@ -102,6 +105,28 @@ def _trainee(student: Student, own_weights: float, prepared: Prepared, place: Pa
     """Return a head before its first step; c is the weights of a draft step over those of a plain step."""
     cost = own_weights / step_weights(prepared.target.spec)
     return Trainee(student, cost, place, lambda _, __, tensors: write_head(place, config, tensors))
+
+
+def check_mtp(options: MTPOptions, target: Checkpoint, hash: str) -> None:
+    check_out(options.out, partial(_holds_a_head, "mtp"))
+    files_at(options.from_head or target.source.path, target)
+
+
+def begin_mtp(options: MTPOptions, prepared: Prepared) -> Trainee:
+    target, checkpoint = prepared.target, prepared.checkpoint
+    files, _ = with_settings(files_at(options.from_head or checkpoint.source.path, checkpoint), target.spec)
+    spec = replace(files.record.spec, quantisation=None)
+    record = replace(files.record, spec=spec, states_first=False, folded_norms=False)
+    student = MTPStudent(
+        record, target.decoder, target.head_weight, steps=options.draft_length, decay=options.decay,
+        start=read_values(files),
+    )  # fmt: skip
+    cost = (_weights(student) + target.head_weight.numel()) / step_weights(target.spec)
+
+    def write(_: object, __: object, tensors: Mapping[str, Tensor]) -> None:
+        write_head(options.out, {"model_type": "mtp"}, stored_values(tensors, checkpoint.dtype))
+
+    return Trainee(student, cost, options.out, write)
 
 
 def _weights(student: Eagle3Student | BlockStudent) -> int:

@@ -29,9 +29,13 @@ from foredraft.drafters.heads.layers import HeadBuilder
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord
 from foredraft.drafters.heads.tensors import D2T, HEAD, head_shapes
 from foredraft.drafters.heads.writing import maps_of
+from foredraft.drafters.mtp import MTPRecord, head_of
 from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Decoder, Layer, finish, project
 from foredraft.model.layers import Linear, RMSNorm
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tensor_names import LAST_NORM
+from foredraft.model.weights import build_further, further_shapes
 from foredraft.train.students import Drafts, DraftStep, Parameters, Student
 from foredraft.train.target import Packed, PackedPass, rotated
 
@@ -63,15 +67,20 @@ class HeadStudent(Student):
             self.vocabulary = torch.tensor(vocabulary, device=target.device)
             head = head[self.vocabulary]
         self.output: Any = None if record.own_head else Linear(head)
-        needed, optional = head_shapes(record)
-        self.shapes = {name: shape for name, shape in needed.items() if name != D2T}
-        self.shapes |= {HEAD: optional[HEAD]} if record.own_head else {}
+        self.shapes = self.shapes_of(record)
         self.own = Parameters(self.shapes, target.device)
         if start is None:
             self.own.draw(torch.Generator().manual_seed(seed), norm=1.0)
             norm = {} if not isinstance(target.norm, RMSNorm) else {"norm.weight": target.norm.weight}
             start = {**self.own.by_name, **norm, **({HEAD: head} if record.own_head else {})}
         self.own.fill(start)
+
+    @staticmethod
+    def shapes_of(record: HeadRecord) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters, by name."""
+        needed, optional = head_shapes(record)
+        shapes = {name: shape for name, shape in needed.items() if name != D2T}
+        return shapes | ({HEAD: optional[HEAD]} if record.own_head else {})
 
     @property
     def builder(self) -> HeadBuilder:
@@ -111,7 +120,7 @@ def reaching(packed: Packed, step: int) -> tuple[Tensor, Tensor, Tensor]:
 class Eagle3Student(HeadStudent):
     """An EAGLE-3 head of one layer; a new one is random but for its last norm and its head, the target's."""
 
-    reread = ("norm.weight", HEAD)
+    reread: tuple[str, ...] = ("norm.weight", HEAD)
 
     def head(self) -> Eagle3Head:
         return Eagle3Head.of(self.builder)
@@ -124,14 +133,17 @@ class Eagle3Student(HeadStudent):
         read_keys, read_values = list[Tensor](), list[Tensor]()  # of all columns, [N, Hk, D] each, by step
         for k in range(steps):
             pass_ = PackedPass(spec, packed, state.dtype, shift=k)
-            x = torch.cat([head.embed(packed.tokens.roll(-k, 0)).to(state.dtype), state], -1)
-            qkv = project(spec, layer.attending, x, None)  # [N, H + 2 * Hk, D]
-            q, keys, values = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], 1)
+            pairs = torch.cat([head.embed(packed.tokens.roll(-k, 0)).to(state.dtype), state], -1)
+            x = head.entering(pairs)
+            qkv = project(spec, layer.attending, x, None)  # [N, H + 2 * Hk, D], and gates
+            q, keys, values, gates = torch.tensor_split(qkv, _parts(spec), 1)
             rope = spec.rope_of(None)
             read_keys, read_values = [*read_keys, pass_.rotated(keys, rope)], [*read_values, values]
             given = pass_.rotated(q, rope), read_keys, read_values
             attended = checkpoint(self._attended, packed, *given, use_reentrant=False)
-            left = finish(spec, layer, head.residual(state), attended, True, None)
+            attended = _gated(attended, gates) if spec.gated_attention else attended
+            residual = x if self.record.pair_fc else head.residual(state)
+            left = finish(spec, layer, residual, attended, True, None)
             columns, anchors, reached = reaching(packed, k)
             yield DraftStep(k, left[columns], anchors, reached)
             state = head.recurring(left)
@@ -156,6 +168,32 @@ class Eagle3Student(HeadStudent):
                 out = out + weights[..., place, None] * split(each[columns])
             outputs.append(out.permute(0, 3, 1, 2, 4).reshape(count * length, -1))
         return torch.cat(outputs)
+
+
+def _gated(attended: Tensor, gates: Tensor) -> Tensor:
+    """Return the output of all heads, [N, H * D], times what opens them, of gates [N, H, D]."""
+    return attended * torch.sigmoid(gates.flatten(1))
+
+
+def _parts(spec: ModelSpec) -> tuple[int, int, int]:
+    """Return where keys, values and gates begin among the heads of a projection."""
+    return spec.heads, spec.heads + spec.kv_heads, spec.heads + 2 * spec.kv_heads
+
+
+class MTPStudent(Eagle3Student):
+    """The layer with which the target predicts further tokens, trained on."""
+
+    record: MTPRecord
+    reread = (f"{LAST_NORM}.weight",)
+
+    @staticmethod
+    def shapes_of(record: HeadRecord) -> dict[str, tuple[int, ...]]:
+        return further_shapes(record.spec)
+
+    def head(self) -> Eagle3Head:
+        return head_of(
+            self.record, self.target, build_further(self.record.spec, self.own, pack=False), self.output
+        )
 
 
 class BlockStudent(HeadStudent):

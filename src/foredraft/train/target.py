@@ -26,8 +26,9 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Layer, finish, project
 from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
+from foredraft.model.runner import Runner, next_chunk, unserved_because
 from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
-from foredraft.model.source import ModelSource
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, parameter_count
 
@@ -214,8 +215,11 @@ class FrozenTarget:
     """The model whose next token a student learns."""
 
     def __init__(self, place: ModelSource | Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.decoder = load_decoder(place, device, dtype)
+        recurs = bool(source_of(place).spec.recurrent_layers)
+        native = recurs and unserved_because(source_of(place).spec, device, dtype) is None
+        self.decoder = load_decoder(place, device, dtype, native=native)
         self.spec = self.decoder.spec
+        self._runner = Runner(self.decoder) if recurs else None  # reads text by text
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the block in which students, whose weights are float32, compute as the target does."""
@@ -239,6 +243,8 @@ class FrozenTarget:
     @torch.no_grad()
     def states(self, packed: Packed, aux_layers: Sequence[int]) -> States:
         """Return the states of one forward, in which every layer runs once."""
+        if self._runner is not None:
+            return self._read(self._runner, packed, aux_layers)
         layers, done = self.decoder.layers, 0
         inputs = self.decoder.layer_inputs(packed.tokens)
         pass_ = PackedPass(self.spec, packed, self.decoder.dtype, inputs)
@@ -249,6 +255,20 @@ class FrozenTarget:
             done = cut
         aux_states = torch.cat([found[cut] for cut in aux_layers], -1) if aux_layers else None
         return States(aux_states, pass_.run(layers[done:], x, done)[packed.predicting])
+
+    def _read(self, runner: Runner, packed: Packed, aux_layers: Sequence[int]) -> States:
+        """Return the states of texts that are read as prompts are."""
+        depths, found = (*aux_layers, self.spec.layers), list[list[Tensor]]()
+        cache = runner.new_cache(1, max(packed.lengths))
+        for ids in torch.split(packed.tokens, list(packed.lengths)):
+            tokens, start = ids.tolist(), 0
+            while start < len(tokens):
+                stop = next_chunk(start, len(tokens), runner.chunk)
+                forward = runner.prefill(cache, 0, tokens[start:stop], start, aux_layers=depths)
+                found.append([forward.aux_states[depth][0, : stop - start].clone() for depth in depths])
+                start = stop
+        *aux_states, last = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return States(torch.cat(aux_states, -1) if aux_states else None, last[packed.predicting])
 
     @torch.no_grad()
     def log_probs(self, last: Tensor) -> Tensor:

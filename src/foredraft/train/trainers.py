@@ -33,7 +33,14 @@ from foredraft.model.spec import CONFIG, ModelSpec, with_dtype
 from foredraft.model.tensor_names import LAST_NORM, LAYERS, written
 from foredraft.model.weights import layer_parameters, layer_tensors, read_tensors
 from foredraft.model.wrappers import text_config_of
-from foredraft.train.head_run import begin_dflash, begin_eagle3, check_dflash, check_eagle3
+from foredraft.train.head_run import (
+    begin_dflash,
+    begin_eagle3,
+    begin_mtp,
+    check_dflash,
+    check_eagle3,
+    check_mtp,
+)
 from foredraft.train.loop import OnProgress, Prepared, Trainee, TrainingRun, Validation
 from foredraft.train.preparation import Asked, check_out, prepare
 from foredraft.train.students import AdapterStudent, DraftStudent, overlap
@@ -45,6 +52,7 @@ from foredraft.train.training_options import (
     DFlashOptions,
     DraftOptions,
     Eagle3Options,
+    MTPOptions,
     TrainOptions,
 )
 from foredraft.user_cache import make_folder
@@ -277,4 +285,5 @@ STEPS: dict[type[TrainOptions], tuple[Callable[..., object], Callable[..., Train
     DraftOptions: (check_draft, begin_draft),
     Eagle3Options: (check_eagle3, begin_eagle3),
     DFlashOptions: (check_dflash, begin_dflash),
+    MTPOptions: (check_mtp, begin_mtp),
 }

@@ -182,6 +182,23 @@ class Eagle3Options(TrainOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MTPOptions(TrainOptions):
+    """What `foredraft train mtp` takes.
+
+    Args:
+        out: Folder to write.
+        draft_length: Tokens of a draft that are learned, each after the first from the layer's own states.
+        decay: Weight of each of them in the loss against the one before.
+        from_head: Head to start from, as it was trained before. Default: the model's own layer.
+    """
+
+    out: Path = field(metadata=ANY)
+    draft_length: int = field(default=3, metadata=COUNT)
+    decay: float = field(default=0.8, metadata=SHARE)
+    from_head: Path | None = field(default=None, metadata=ANY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashOptions(TrainOptions):
     """What `foredraft train dflash` takes.
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft import user_cache
 from foredraft.drafters.heads.record import Record
@@ -77,7 +77,10 @@ class HeadSettings:
 FLAGS = tuple(each.name for each in fields(HeadSettings) if each.type == "bool | None")
 
 
-def with_settings(files: HeadFiles[Record], target: ModelSpec) -> tuple[HeadFiles[Record], HeadSettings]:
+Files = TypeVar("Files", bound=HeadFiles[Any])
+
+
+def with_settings(files: Files, target: ModelSpec) -> tuple[Files, HeadSettings]:
     """Return the files of a head for its target, with the settings that the doctor wrote, and these."""
     settings = read_settings(files.folder)
     record = settings.applied(files.record.for_target(target, str(files.folder)), target)
