@@ -1,8 +1,8 @@
 """Train a small hybrid with a layer that predicts further tokens (MTP), on CPUs: a Qwen 3.5 in small.
 
 Three of four layers are gated delta nets. Embedding and MLPs begin as those of the demo target, and the
-distributions of the demo draft are learned beside the text; the layer for further tokens learns from the states
-of the model, which it does not change.
+distributions of the demo draft are learned beside the text. The layer for further tokens learns from the
+states of the model, which it does not change.
 
     python -m recipes.hybrid --corpus runs/corpus --out runs/hybrid --minutes 60
 """

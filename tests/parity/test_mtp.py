@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft import SamplingParams, load
+from foredraft.cli import main
 from foredraft.doctor.examination import diagnose
 from foredraft.doctor.teacher_forced import head_drafts, read_text
 from foredraft.drafters.eagle3 import Eagle3Head
@@ -221,6 +222,16 @@ def test_export_writes_a_trained_layer_into_the_model(shards: bool, tmp_path: Pa
     export_head(head, "checkpoint", tmp_path / "made", str(folder))
     check(tmp_path / "made")
     assert (tmp_path / "made" / "tokenizer.json").is_file()
+
+
+def test_a_quantised_copy_keeps_the_layer(tmp_path: Path) -> None:
+    folder, tokens, expected = saved("bfloat16", hidden_size=128, intermediate_size=128)
+    assert (
+        main(["quantise", "--model", str(folder), "--weights", "int8", "--out", str(tmp_path / "coded")]) == 0
+    )
+    found = drafted(tmp_path / "coded", tokens)
+    far = torch.cat([found[anchor] - logits for anchor, logits in expected.items()])
+    assert float(far.std()) < 0.2 * float(torch.cat([*expected.values()]).std())
 
 
 def trained() -> tuple[MTPStudent, Packed, Tensor]:

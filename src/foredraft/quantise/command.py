@@ -2,9 +2,9 @@
 
 The linear layers and the head are coded; a tied head becomes a tensor of its own. The embedding is stored as
 the values that its codes stand for, because the format has no codes of embeddings. Every other tensor and
-file is copied. Of a multimodal checkpoint the text model alone is written. The card has, over held-out text,
-the KL divergence from the original, how often both find the same token likeliest, the ratio of perplexities,
-and the embedding's share of the divergence.
+file is copied, with those that predict further tokens. Of a multimodal checkpoint the text model alone is
+written. The card has, over held-out text, the KL divergence from the original, how often both find the same
+token likeliest, the ratio of perplexities, and the embedding's share of the divergence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,14 +28,14 @@ from foredraft.files import errors_named, replacing_folder
 from foredraft.loading import options_for
 from foredraft.loading.checkpoints import find_target
 from foredraft.loading.machine_limits import use_threads
-from foredraft.model.checkpoint import weight_headers
+from foredraft.model.checkpoint import named_tensors, weight_headers
 from foredraft.model.decoder import Decoder
 from foredraft.model.quantisation.codes import BITS, GROUP, CodeFormat, quantise
 from foredraft.model.quantisation.gptq import pack
 from foredraft.model.safetensors_file import INDEX, SINGLE, write_tensors
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import CONFIG, EMBEDDING_COPIES, ModelSpec, with_dtype
-from foredraft.model.tensor_names import EMBEDDING, HEAD
+from foredraft.model.tensor_names import EMBEDDING, HEAD, predicts_further
 from foredraft.model.weights import read_tensors
 from foredraft.model.wrappers import text_config_of
 from foredraft.train.preparation import check_out
@@ -92,6 +93,12 @@ def _tensors(
     """Yield every tensor of the new checkpoint, by its stored name; gather `plain` layers and `classes`."""
     head, naming = f"{HEAD}.weight", spec.naming
     for name in weight_headers(source):
+        if predicts_further(name, spec.layers, spec.further_layers):  # as it is, for drafters
+            with ExitStack() as stack:
+                tensor = named_tensors(source, stack)[name].whole().to(dtype, copy=True)
+            plain += [name.removesuffix(".weight")] if tensor.dim() == 2 else []
+            yield name, tensor
+            continue
         if (name == head and spec.tied) or spec.leaves_unread(name):
             continue
         [tensor] = read_tensors(source, name.__eq__).values()
