@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import foredraft
 from foredraft import CheckpointError
-from foredraft.model import checkpoint, recurrent
+from foredraft.model import checkpoint, delta
+from foredraft.model.delta import Delta
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
@@ -124,15 +125,15 @@ def check_operators() -> None:
     check(native=False)
 
 
-def without_the_oldest(step: Any, sizes: Any, weights: Any, window: Tensor, state: Tensor) -> Any:
-    return step(sizes, weights, torch.cat([window[:1] * 0, window[1:]]), state)
+def without_the_oldest(step: Any, weights: Any, window: Tensor, state: Tensor) -> Any:
+    return step(weights, torch.cat([window[:1] * 0, window[1:]]), state)
 
 
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
     check_operators: [
-        ("a window that is too short", recurrent._step, around(without_the_oldest)),
-        ("keys of any length", recurrent._unit, lambda _: lambda x: x),
-        ("no gate", recurrent._gated, around(lambda gated, weights, read, z: gated(weights, read, torch.ones_like(z)))),
+        ("a window that is too short", Delta.step, around(without_the_oldest)),
+        ("keys of any length", delta._unit, lambda _: lambda x: x),
+        ("no gate", Delta.gated, around(lambda gated, weights, read, z: gated(weights, read, torch.ones_like(z)))),
         ("gates beside other heads", checkpoint.qkv_order, lambda _: lambda spec: None),
     ],
 }  # fmt: skip

@@ -54,17 +54,19 @@ typedef struct { const void *weight; const float *bias; int64_t n, k; CodeFormat
 // 0: all heads have one.
 typedef struct { const void *weight; const float *bias; float eps; int32_t wide, centred, apart; } Norm;
 
-// A gated delta net, which a layer has in the place of attention (recurrent.inc); without weights there is none. rates: projects b
-// and a of every head of values. weights: of the convolution, [taps, channels]. block: values of a head that lie together.
+// What a recurrent layer has in the place of attention (recurrent.inc). rates: projects the numbers of every head of values that
+// decide how its state changes, `numbers` in all; without a weight they lie behind the channels. weights: of the convolution,
+// [taps, channels]. block: values of a head that lie together.
+enum { NO_MIXER, DELTA };  // kinds
 typedef struct {
     Linear rates;
     const float *weights, *decay, *bias, *norm;
-    int64_t key_heads, value_heads, key_dim, value_dim, taps, block;
+    int64_t kind, key_heads, value_heads, key_dim, value_dim, taps, block, numbers;
     float eps;  // of the norm
-} Delta;
+} Mixer;
 
 // The channels that are convolved: queries, keys and values.
-static inline int64_t channels_of(const Delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
+static inline int64_t channels_of(const Mixer *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
 
 // A layer. reads: its keys and values are those of another layer, so it has queries alone. joined: its values are its keys as
 // they were projected, so it has no others.
@@ -80,7 +82,7 @@ typedef struct {
     int64_t inner;             // of the MLP
     int64_t reads, joined;
     float scalar;              // the factor on what leaves the layer
-    Delta delta;
+    Mixer mixer;
 } Layer;
 
 // gated: the MLP multiplies the activation of its first half by its second. parallel: the MLP reads what enters the layer.
@@ -115,7 +117,7 @@ typedef struct {
     Linear join;
 } Model;
 
-// What a recurrent layer keeps: bases [rows, value_heads, blocks, key_dim, block], a log [rows, LOG, channels, b and a], and the
+// What a recurrent layer keeps: bases [rows, value_heads, blocks, key_dim, block], a log [rows, LOG, channels and rates], and the
 // positions of the bases [rows], where one at 0 is zero.
 typedef struct { float *bases; void *log; int64_t *at; } Recurrent;
 

@@ -31,6 +31,7 @@ from foredraft.model.checkpoint import (
     qkv_order,
 )
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.delta import Delta
 from foredraft.model.kept_weights import KeptWeights
 from foredraft.model.layers import (
     LayerInput,
@@ -43,7 +44,7 @@ from foredraft.model.layers import (
     RowSource,
 )
 from foredraft.model.quantisation.codes import CodeFormat, Codes, quantise
-from foredraft.model.recurrent import Delta
+from foredraft.model.recurrent import Recurrence
 from foredraft.model.runner.native.products import (
     NativeCodes,
     coded_bytes,
@@ -406,7 +407,7 @@ class _Builder:
         )
 
     def _delta(self, prefix: str) -> Delta:
-        spec, sizes, own = self.spec, self.spec.delta, f"{prefix}.linear_attn"
+        spec, sizes, own = self.spec, self.spec.recurrent, f"{prefix}.linear_attn"
         assert sizes is not None
         qkv = {f"{own}.in_proj_qkv": sizes.channels, f"{own}.in_proj_z": sizes.values}
         rates = {f"{own}.in_proj_{name}": sizes.value_heads for name in "ba"}
@@ -414,6 +415,7 @@ class _Builder:
         taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
         exponents = self._exact(f"{own}.A_log", each)
         return Delta(
+            sizes=sizes,
             norm=self.norm(f"{prefix}.input_layernorm"),
             qkv=self.linear(qkv, spec.hidden_size),
             rates=self.linear(rates, spec.hidden_size, few_bits=False),
@@ -446,7 +448,7 @@ class _Builder:
             self.norm("model.per_layer_projection_norm", size),
         )
 
-    def _mlp(self, prefix: str, index: int, attention: Attention | Delta) -> MLP:
+    def _mlp(self, prefix: str, index: int, attention: Attention | Recurrence) -> MLP:
         spec, norm, inner = self.spec, self.norm, self.spec.inner_of(index)
         # without norms after sub-layers, Hugging Face calls the norm before the MLP "post attention"
         before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"

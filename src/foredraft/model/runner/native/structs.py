@@ -34,11 +34,16 @@ NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_aft
 PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
 
-class CDelta(ctypes.Structure):
+KINDS = {"delta": 1}  # of recurrent sizes -> of kernels.c
+MIXER_PARTS = ("decay", "bias", "output_norm")  # of a recurrence; a kind may lack some
+
+
+class CMixer(ctypes.Structure):
     _fields_ = (
         ("rates", CLinear),
-        *((name, c_void_p) for name in ("weights", "decay", "bias", "norm")),
-        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "block")),
+        *((name, c_void_p) for name in ("weights", *MIXER_PARTS)),
+        *((name, c_int64) for name in ("kind", "key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("taps", "block", "numbers")),
         ("eps", c_float),
     )
 
@@ -50,7 +55,7 @@ class CLayer(ctypes.Structure):
         *((name, c_int64) for name in ("window", "rope", "query_rope", "rotated")),
         *((name, c_int64) for name in ("kv_heads", "dim", "inner", "reads", "joined")),
         ("scalar", c_float),
-        ("delta", CDelta),
+        ("mixer", CMixer),
     )
 
 
