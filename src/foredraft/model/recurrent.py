@@ -38,6 +38,7 @@ class Recurrence:
     qkv: Product  # what is convolved, and at the end what the output is gated by
     rates: Product | None = None  # of every head of values; None: they lie in `qkv`, behind what is convolved
     taps: Tensor  # of the convolution, [channels, taps] float32
+    shift: Tensor | None = None  # what it adds, [channels] float32
     output: Product
     post_norm: Norm | None = None
 
@@ -61,7 +62,8 @@ class Recurrence:
 
     def convolved(self, window: Tensor) -> Tensor:
         """Return the channels of the last position of a window [taps, entry] of entries."""
-        taps, sum = window[:, : self.sizes.channels].float(), torch.zeros_like(self.taps[:, 0])
+        taps = window[:, : self.sizes.channels].float()
+        sum = torch.zeros_like(self.taps[:, 0]) if self.shift is None else self.shift
         for tap in range(self.sizes.taps):
             sum = sum + taps[tap] * self.taps[:, tap]
         return sum.to(window.dtype)

@@ -1,7 +1,8 @@
 """The sizes of recurrent layers, in numbers, whatever their kind.
 
 All kinds convolve channels of a position and the ones before it. A gated delta net (arXiv:2412.06464) then
-takes them for queries, keys and values.
+takes them for queries, keys and values, as Mamba-2 (arXiv:2405.21060) does, which calls them C, B and x. A
+short convolution has values alone, of one head, and no state.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RATES = {"delta": 2}  # kind -> numbers of a head of values that decide how its state changes, in every entry
+RATES = {
+    "delta": 2,
+    "mamba": 1,
+    "convolution": 0,
+}  # kind -> numbers of a head of values that decide how its state changes, in every entry
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSizes:
-    kind: Literal["delta"]
+    kind: Literal["delta", "mamba", "convolution"]
     key_heads: int  # each of them serves value_heads / key_heads heads of values, one after the other
     value_heads: int
     key_dim: int  # of a head

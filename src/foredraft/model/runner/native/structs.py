@@ -29,13 +29,13 @@ class CNorm(ctypes.Structure):
     )
 
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # of a spec -> of kernels.c
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}  # of a spec -> of kernels.c
 NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_after")
 PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
 
-KINDS = {"delta": 1}  # of recurrent sizes -> of kernels.c
-MIXER_PARTS = ("decay", "bias", "output_norm")  # of a recurrence; a kind may lack some
+KINDS = {"delta": 1, "mamba": 2, "convolution": 3}  # of recurrent sizes -> of kernels.c
+MIXER_PARTS = ("shift", "decay", "bias", "skip", "output_norm")  # of a recurrence; a kind may lack some
 
 
 class CMixer(ctypes.Structure):
