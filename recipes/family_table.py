@@ -34,8 +34,8 @@ EXAMPLES = {
     "experts": "mixtral gpt_oss qwen3_moe llama4 phimoe olmoe",
     "latent": "deepseek_v3 deepseek_v2 kimi_k2 glm_moe_dsa",
     "latent-dense": "minicpm3",
-    "hybrid": "mamba rwkv7 lfm2 falcon_h1 nemotron_h",
-    "hybrid-experts": "qwen3_next jamba granitemoehybrid",
+    "hybrid": "mamba rwkv7 falcon_h1 bamba",
+    "hybrid-experts": "qwen3_next jamba lfm2_moe",
     "encoder": "bert roberta modernbert",
     "encoder-decoder": "t5 bart marian",
     "vision": "qwen2_5_vl qwen3_vl llava gemma3n",
@@ -89,6 +89,12 @@ def _gpt2(name: str, billions: float, layers: int, hidden: int, heads: int) -> C
     return Checkpoint(name, billions, sizes)
 
 
+def _mamba(layers: int, *attending: int) -> list[str]:
+    return ["attention" if layer in attending else "mamba" for layer in range(layers)]
+
+
+LFM2: dict[str, Any] = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "tied": True}
+GRANITE_H: dict[str, Any] = {"num_local_experts": None, "mamba_d_state": 128, "tied": True}
 # architecture -> public checkpoints
 CHECKPOINTS: dict[str, tuple[Checkpoint, ...]] = {
     "LlamaForCausalLM": (
@@ -169,6 +175,22 @@ CHECKPOINTS: dict[str, tuple[Checkpoint, ...]] = {
     "Olmo3ForCausalLM": (_sized("allenai/Olmo-3-1025-7B", 7.3, 32, 4096, 11008, 32, 32, 100_278),),
     "GraniteForCausalLM": (
         _sized("ibm-granite/granite-3.3-8b-instruct", 8.17, 40, 4096, 12800, 32, 8, 49_159, tied=True),
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        _sized("ibm-granite/granite-4.0-h-350m", 0.34, 32, 768, 0, 12, 4, 100_352, mamba_n_heads=48,
+               shared_intermediate_size=2048, layer_types=_mamba(32, 10, 13, 17, 27), **GRANITE_H),
+        _sized("ibm-granite/granite-4.0-h-micro", 3.19, 40, 2048, 0, 32, 8, 100_352, mamba_n_heads=64,
+               shared_intermediate_size=8192, layer_types=_mamba(40, 5, 15, 25, 35), **GRANITE_H),
+    ),
+    "Lfm2ForCausalLM": (
+        _sized("LiquidAI/LFM2-350M", 0.354, 16, 1024, 6656, 16, 8, 65_536, **LFM2),
+        _sized("LiquidAI/LFM2-1.2B", 1.17, 16, 2048, 12288, 32, 8, 65_536, **LFM2),
+    ),
+    "NemotronHForCausalLM": (
+        _sized("nvidia/Nemotron-H-8B-Base-8K", 8.1, 52, 4096, 21504, 32, 8, 131_072,
+               hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"),
+        _sized("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8.89, 56, 4480, 15680, 40, 8, 131_072, mamba_head_dim=80,
+               hybrid_override_pattern="M-M-M-MM-" + "M-M-M*-" * 2 + "M-M-M-M*-" * 2 + "M-MM-M-M-M-M-M-"),
     ),
     "InternLM2ForCausalLM": (
         _sized("internlm/internlm2_5-7b", 7.74, 32, 4096, 14336, 32, 8, 92_544, bias=False),

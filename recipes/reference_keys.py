@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_keys.json"
 MODEL_TYPES = (
     "cohere2 exaone4 gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm4 gpt2 "
-    "gpt_neox granite llama ministral ministral3 mistral olmo2 olmo3 opt "
+    "gpt_neox granite granitemoehybrid lfm2 llama ministral ministral3 mistral nemotron_h olmo2 olmo3 opt "
     "phi phi3 qwen2 qwen3 qwen3_5_text seed_oss smollm3 stablelm starcoder2"
 ).split()
 LENGTH = 40  # tokens of the pass: more than TRAINED, so that dynamic scaling takes part
@@ -67,6 +67,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 OWN_VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mistral": [{"sliding_window": None}],
+    "lfm2": [{"full_attn_idxs": [1, 3]}],
     "smollm3": [{"no_rope_layers": [0, 1, 1, 1, 1, 1], "use_sliding_window": True, "sliding_window": 8}],
 }
 GROWTH = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
@@ -92,6 +93,21 @@ ONLY: dict[str, list[dict[str, Any]]] = {
             for each in VARIANTS
             if "rope_scaling" in each
         ),
+    ],
+    "granitemoehybrid": [
+        {"mamba_n_heads": 2, "layer_types": ["mamba", "attention"] * 3, **keys}
+        for keys in ({}, {"num_local_experts": 0, "position_embedding_type": "rope"})
+    ],
+    "nemotron_h": [
+        {
+            "mamba_num_heads": 2,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "hybrid_override_pattern": "M-*E*M",
+            "n_routed_experts": 2,
+            "moe_intermediate_size": 8,
+            "moe_shared_expert_intermediate_size": 8,
+        },
     ],
     "phi3": [{}, {"sliding_window": 8}, {"rope_scaling": LONG, "original_max_position_embeddings": 16}],
 }

@@ -24,12 +24,13 @@ from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import save_head
-from tests.support.hybrids import VARIANTS, add_mtp, save_hybrid
+from tests.support.hybrids import OTHERS, VARIANTS, add_mtp, save_hybrid
 from tests.support.loaded import engine_of
 from tests.support.mutation import Mutant, Mutation, assert_caught, caught_by, replaced
 from tests.support.mutations import around
 
 LENGTH = 300
+KINDS = ("two values a key", "convolutions", "mamba", "blocks")  # a variant of each kind of recurrent layers
 TEXTS = ["def f(x):\n", "for i in range(10): print(i)\n" * 9, "a b c d e f " * 60, "Once upon a time"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=3, acceptance="coupled", max_new_tokens=40, ignore_eos=True)
@@ -37,7 +38,8 @@ SEEDED = SamplingParams(temperature=1, seed=3, acceptance="coupled", max_new_tok
 
 @cache
 def folder(variant: str = "two values a key", dtype: str = "bfloat16", layers: int = 8) -> Path:
-    keys = {} if "layer_types" in VARIANTS[variant] else {"num_hidden_layers": layers}
+    listed = variant in OTHERS or "layer_types" in VARIANTS[variant]
+    keys = {} if listed else {"num_hidden_layers": layers}
     return save_hybrid(Path(tempfile.mkdtemp()), variant, dtype=dtype, seed=layers, **keys)
 
 
@@ -117,22 +119,29 @@ def check_widths(runner: Runner | None = None, prompt: int = 37) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *OTHERS])
 def test_passes_of_any_width_give_the_same_bits(variant: str, dtype: str, native: bool) -> None:
     check_widths(runner_of(variant, dtype, native))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_so_do_weights_of_few_bits(bits: int) -> None:
-    check_widths(runner_of(bits=bits))
+@pytest.mark.parametrize("variant", KINDS)
+def test_so_do_weights_of_few_bits(variant: str, bits: int) -> None:
+    check_widths(runner_of(variant, bits=bits))
 
 
-def test_so_do_batches_of_many_rows() -> None:
+@pytest.mark.parametrize(
+    ("variant", "keys"),
+    [
+        ("two values a key", {"linear_num_value_heads": 32, "num_hidden_layers": 4}),
+        ("mamba", {"mamba_n_heads": 8, "mamba_expand": 16}),
+        ("convolutions", {}),
+    ],
+)
+def test_so_do_batches_of_many_rows(variant: str, keys: dict[str, Any]) -> None:
     """As many that a thread takes several blocks of heads at a time: a position has the bits that it has alone."""
-    keys = {"linear_num_value_heads": 32, "num_hidden_layers": 4}
-    runner = Runner(
-        load_decoder(save_hybrid(Path(tempfile.mkdtemp()), dtype="bfloat16", **keys), native=True)
-    )
+    place = save_hybrid(Path(tempfile.mkdtemp()), variant, dtype="bfloat16", **keys)
+    runner = Runner(load_decoder(place, native=True))
     reading, rows, tokens = Reading(runner, 70), 70, tokens_of(4, 12)
     for at in range(0, 12, 3):
         reading.go_on([tokens[at : at + 3]] * rows, [3] * rows)
@@ -142,20 +151,21 @@ def test_so_do_batches_of_many_rows() -> None:
     assert all(same(found, alone.logits[0]) for found in reading.logits)
 
 
-def check_prompts() -> None:
+def check_prompts(variant: str = KINDS[0]) -> None:
     """By the kernels, a chunk of a prompt is a pass like any other, wherever it ends."""
-    runner = runner_of()
+    runner = runner_of(variant)
     for prompt in (1, 3, 63, 64, 65, 256, 257, 299):
         assert same(plain(runner, 8, prompt), plain(runner, 8, 1))
 
 
-def test_prompts_may_be_cut_anywhere() -> None:
-    check_prompts()
+@pytest.mark.parametrize("variant", KINDS)
+def test_prompts_may_be_cut_anywhere(variant: str) -> None:
+    check_prompts(variant)
 
 
-def check_rows() -> None:
+def check_rows(variant: str = KINDS[0]) -> None:
     """A row goes on after it was copied to another place, or taken out and put back."""
-    runner = runner_of()
+    runner = runner_of(variant)
     reading, tokens = Reading(runner, 4), tokens_of(9)
     reading.prompt(tokens[:100])
     reading.go_on([[*tokens[100:103], 9, 9]], [3])  # the log holds what the base does not
@@ -170,8 +180,9 @@ def check_rows() -> None:
         assert same(reading.logits[row], plain(runner, 9, 100))
 
 
-def test_rows_may_be_moved_and_parked() -> None:
-    check_rows()
+@pytest.mark.parametrize("variant", KINDS)
+def test_rows_may_be_moved_and_parked(variant: str) -> None:
+    check_rows(variant)
 
 
 def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
@@ -188,8 +199,8 @@ def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
 
 
 @cache
-def loaded(model: Path | None = None, **options: Any) -> LLM:
-    return foredraft.load(model or folder(), device="cpu", max_batch=3, max_length=900, **options)
+def loaded(variant: str = KINDS[0], model: Path | None = None, **options: Any) -> LLM:
+    return foredraft.load(model or folder(variant), device="cpu", max_batch=3, max_length=900, **options)
 
 
 # the drafter of a head -> a format of its files
@@ -200,25 +211,37 @@ HEADS = {
 
 
 @cache
-def target(predicts_further: bool) -> Path:
-    """Return the model's folder, or that of one with a layer that predicts further tokens."""
-    if not predicts_further:
-        return folder()
+def predicting() -> Path:
+    """Return the folder of a model with a layer that predicts further tokens."""
     place = save_hybrid(Path(tempfile.mkdtemp()), dtype="bfloat16", seed=8)
     add_mtp(place)
     return place
 
 
+def unlike(variant: str, draft: str | None) -> bool:
+    """Return whether a head is for a target of another depth, or the layer is that of another family."""
+    return variant != KINDS[0] and draft in HEADS
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("draft", [None, "hybrid", "attention", *HEADS])
+@pytest.mark.parametrize(
+    ("variant", "draft"),
+    [
+        (variant, draft)
+        for variant in KINDS
+        for draft in (None, "hybrid", "attention", "mamba", *HEADS)
+        if not unlike(variant, draft)
+    ],
+)
 def test_texts_are_those_of_plain_decoding_under_every_drafter(
-    draft: str | None, params: SamplingParams
+    variant: str, draft: str | None, params: SamplingParams
 ) -> None:
     """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
-    llm = loaded() if draft is None else loaded(draft=str(drafts(draft)), model=target(draft == "mtp"))
+    drafted = {} if draft is None else {"draft": str(drafts(draft))}
+    llm = loaded(variant, model=predicting() if draft == "mtp" else None, **drafted)
     texts = [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
     names = [*engine_of(llm).drafters, "auto"]
-    assert draft is None or {"hybrid": "draft-model", "attention": "draft-model"}.get(draft, draft) in names
+    assert draft is None or (draft if draft in HEADS else "draft-model") in names
     for name in names:
         for policy in ("fixed", "auto") if name != "auto" else ("auto",):
             found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
@@ -229,8 +252,10 @@ def test_texts_are_those_of_plain_decoding_under_every_drafter(
 def drafts(kind: str) -> Path:
     if kind == "hybrid":
         return folder(layers=4)
+    if kind == "mamba":
+        return folder("rotated mamba")
     if kind == "mtp":
-        return target(True)
+        return predicting()
     place = Path(tempfile.mkdtemp())
     if kind in HEADS:
         return save_head(place / "head", HEADS[kind], 320)
@@ -349,7 +374,29 @@ def begins(work: Callable[[RecurrentRows, int, int], object]) -> Mutation:
     )
 
 
+def check_mamba() -> None:
+    check_widths(runner_of("blocks"))
+
+
+def check_convolutions() -> None:
+    check_widths(runner_of("convolutions"))
+
+
+def check_parked_convolutions() -> None:
+    check_rows("convolutions")
+
+
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
+    check_mamba: [
+        ("Mamba: an entry is taken twice", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].sub_(rows.at[:, row].clamp(max=1)))),
+        ("Mamba: the states of a neighbour", RecurrentRows.begin, begins(lambda rows, row, start: rows.bases[:, row].copy_(rows.bases[:, row - 1]))),
+    ],
+    check_convolutions: [
+        ("a convolution: the log of a neighbour", RecurrentRows.begin, begins(lambda rows, row, start: rows.logs[:, row].copy_(rows.logs[:, row - 1]))),
+    ],
+    check_parked_convolutions: [
+        ("a convolution: what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),
+    ],
     check_widths: [
         ("drafts are folded", KVCache.begin, around(lambda begin, own, row, start, count, **more: (begin(own, row, start, count, **more), start + count)[1]), (AssertionError, ValueError)),
         ("an entry is taken twice", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].sub_(rows.at[:, row].clamp(max=1)))),

@@ -1,6 +1,8 @@
 """Hybrids: their logits equal those of transformers, by the kernels and by PyTorch's operators.
 
-Its two forms, by chunks and by steps, differ from each other: in float32 by up to 1e-4 of these logits.
+Its two forms, by chunks and by steps, differ from each other: in float32 by up to 1e-4 of these logits of gated
+delta nets, and 1e-5 of Mamba-2. In bfloat16 both are about as far as we are from what float32 gives of the same
+weights, so that is the bound there.
 """
 
 from __future__ import annotations
@@ -9,21 +11,27 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import foredraft
 from foredraft import CheckpointError
-from foredraft.model import checkpoint, recurrent
+from foredraft.model import checkpoint, delta, short_conv
+from foredraft.model.delta import Delta
+from foredraft.model.mamba import Mamba
+from foredraft.model.recurrent import Recurrence
 from foredraft.model.runner import Runner
+from foredraft.model.short_conv import ShortConv
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
-from tests.support.hybrids import VARIANTS, rewrite, save_hybrid
+from tests.support.hybrids import OTHERS, VARIANTS, rewrite, save_hybrid
 from tests.support.mutation import Mutant, assert_caught, caught_by
 from tests.support.mutations import around
 
@@ -59,13 +67,74 @@ def check(variant: str = "two values a key", native: bool = True) -> None:
     folder, expected, tokens = saved(variant)
     runner = Runner(load_decoder(folder, native=native))
     assert runner.by_kernels == native
-    torch.testing.assert_close(logits_of(runner, tokens), expected, rtol=0, atol=2e-3)
+    bound = 2e-3 if variant in VARIANTS else 1e-4
+    torch.testing.assert_close(logits_of(runner, tokens), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *OTHERS])
 def test_logits_equal_those_of_transformers(variant: str, native: bool) -> None:
     check(variant, native)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("variant", OTHERS)
+def test_in_bfloat16_they_are_as_near_to_those_of_float32(variant: str, native: bool, tmp_path: Path) -> None:
+    save_hybrid(tmp_path, variant, dtype="bfloat16")
+    tokens = torch.randint(3, 320, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wide, theirs = (
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)(tokens).logits[0].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    ours = logits_of(Runner(load_decoder(tmp_path, native=native)), tokens[0].tolist()).float()
+    assert (ours - wide).square().mean() < 1.2 * (theirs - wide).square().mean()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_no_time_step_is_clamped(native: bool, tmp_path: Path) -> None:
+    """Of a Nemotron-H, transformers clamps time steps from below where it reads a prompt."""
+    save_hybrid(tmp_path, "blocks")
+    rewrite(
+        tmp_path, lambda all: {name: t - 7.0 if name.endswith("dt_bias") else t for name, t in all.items()}
+    )
+    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), [*range(3, 90)] * 4
+    ours = logits_of(Runner(load_decoder(tmp_path, native=native)), tokens)
+    with torch.inference_mode():
+        clamped = model(torch.tensor([tokens])).logits[0]
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = 0.0, float("inf")
+        assert (model(torch.tensor([tokens])).logits[0] - ours).abs().max() < 1e-4
+    assert (clamped - ours).abs().max() > 1e-2
+
+
+def test_files_spell_a_model_in_several_ways() -> None:
+    """As makers wrote them before transformers had their classes, or had other names."""
+
+    def spec(variant: str, *without: str, **keys: object) -> ModelSpec:
+        config = json.loads((saved(variant)[0] / "config.json").read_text())
+        return ModelSpec.from_hf({key: config[key] for key in config if key not in without} | keys)
+
+    assert spec("convolutions") == spec(
+        "convolutions", "layer_types", "intermediate_size", "tie_word_embeddings",
+        full_attn_idxs=[2, 5], block_ff_dim=96, tie_embedding=True, num_heads=4, rope_theta=1e6, rope_parameters=None,
+    )  # fmt: skip
+    kinds = ["mamba", "mamba", "attention"] * 2
+    assert spec("mamba") == spec(
+        "mamba", layer_types=kinds, time_step_limit=[0.0, float("inf")], mamba_d_head="auto"
+    )
+    assert spec("mamba") == spec("mamba", "layer_types", layers_block_type=kinds)
+    assert spec("blocks") == spec(
+        "blocks", "layers_block_type", "n_groups", hybrid_override_pattern="M-MM*-M-M*-", mamba_n_groups=2,
+        num_hidden_layers=11,
+    )  # fmt: skip
+
+
+def test_a_granite_that_attends_throughout_has_no_recurrent_layers() -> None:
+    config = json.loads((saved("rotated mamba")[0] / "config.json").read_text())
+    spec = ModelSpec.from_hf(config | {"layer_types": ["attention"] * 4})
+    assert spec.recurrent is None and not spec.recurrent_layers and spec.stores(0)
 
 
 def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
@@ -93,6 +162,34 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(logits_of(Runner(load_decoder(tmp_path, native=True)), [*range(3, 90)] * 4), plain)
 
 
+MIXTURE = "is not supported: it is a mixture of experts with recurrent layers"
+
+
+@pytest.mark.parametrize(
+    ("variant", "keys", "problem"),
+    [
+        ("convolutions", {"conv_bias": True}, "conv_bias is True; supported are false"),
+        ("convolutions", {"layer_types": ["conv"] * 6}, "without any layer that attends"),
+        ("convolutions", {"layer_types": ["conv", "full_attention"]}, "each of the 6 layers"),
+        ("mamba", {"num_local_experts": 4}, MIXTURE),
+        ("mamba", {"mamba_d_head": 48}, "mamba_n_heads is 4; heads must have 128 numbers"),
+        ("mamba", {"time_step_limit": [0.001, 0.1]}, "only 0 to infinity"),
+        ("mamba", {"mamba_n_groups": 3}, "mamba_n_heads is 4; it must be a multiple of mamba_n_groups, 3"),
+        ("mamba", {"layer_types": ["mamba", "sliding"] * 3}, "a list of full_attention, linear_attention"),
+        ("blocks", {"layers_block_type": ["mamba", "moe", "attention"]}, MIXTURE),
+        ("blocks", {"layers_block_type": ["mlp", "mamba", "attention"]}, "an MLP must follow"),
+        ("blocks", {"layers_block_type": ["mamba", "attention", "mlp", "mlp"]}, "an MLP must follow"),
+        ("blocks", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern"),
+        ("blocks", {"layers_block_type": None}, "hybrid_override_pattern is missing"),
+        ("blocks", {"use_bias": True}, "use_bias is True"),
+    ],
+)
+def test_what_is_no_hybrid_of_a_kind_is_refused(variant: str, keys: dict[str, object], problem: str) -> None:
+    config = json.loads((saved(variant)[0] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=problem):
+        ModelSpec.from_hf(config | keys)
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
@@ -108,9 +205,10 @@ def test_what_is_no_such_model_is_refused(keys: dict[str, object], problem: str)
         ModelSpec.from_hf(config | keys)
 
 
-def test_memory_is_told_before_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["two values a key", "mamba", "convolutions"])
+def test_memory_is_told_before_loading(variant: str) -> None:
     """Of each row: states in float32, and the log of the latest positions, beside keys and values."""
-    folder, _, _ = saved("two values a key")
+    folder, _, _ = saved(variant)
     llm = foredraft.load(folder, device="cpu", max_batch=1, max_length=64)
     cache = llm.loaded.engine.cache
     rows = cache.recurrent
@@ -124,16 +222,36 @@ def check_operators() -> None:
     check(native=False)
 
 
-def without_the_oldest(step: Any, sizes: Any, weights: Any, window: Tensor, state: Tensor) -> Any:
-    return step(sizes, weights, torch.cat([window[:1] * 0, window[1:]]), state)
+def check_mamba() -> None:
+    check("mamba", native=False)
+
+
+def check_convolutions() -> None:
+    check("convolutions", native=False)
+
+
+def without_the_oldest(step: Any, weights: Any, window: Tensor, state: Tensor) -> Any:
+    return step(weights, torch.cat([window[:1] * 0, window[1:]]), state)
 
 
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
     check_operators: [
-        ("a window that is too short", recurrent._step, around(without_the_oldest)),
-        ("keys of any length", recurrent._unit, lambda _: lambda x: x),
-        ("no gate", recurrent._gated, around(lambda gated, weights, read, z: gated(weights, read, torch.ones_like(z)))),
+        ("a window that is too short", Delta.step, around(without_the_oldest)),
+        ("keys of any length", delta._unit, lambda _: lambda x: x),
+        ("no gate", Delta.gated, around(lambda gated, weights, read, z: gated(weights, read, torch.ones_like(z)))),
         ("gates beside other heads", checkpoint.qkv_order, lambda _: lambda spec: None),
+    ],
+    check_mamba: [
+        ("Mamba: a window that is too short", Mamba.step, around(without_the_oldest)),
+        ("Mamba: a convolution without its bias", Recurrence.convolved, around(lambda convolved, own, window: convolved(replace(own, shift=None), window))),
+        ("Mamba: values do not skip the state", Mamba.step, around(lambda step, own, *given: step(replace(own, skip=own.skip * 0), *given))),
+        ("Mamba: groups are normed together", Mamba.gated, around(lambda gated, own, *given: gated(replace(own, sizes=replace(own.sizes, key_heads=1)), *given))),
+        ("Mamba: the norm comes before the gate", Mamba.gated, around(lambda gated, own, read, gates: gated(own, read, torch.ones_like(gates)) * F.silu(gates) / F.silu(torch.ones(1)))),
+    ],
+    check_convolutions: [
+        ("a convolution is activated", ShortConv.step, around(lambda step, own, *given: (F.silu(step(own, *given)[0]), given[1]))),
+        ("gates and values change places", short_conv.stored_order, lambda _: lambda sizes: torch.arange(3 * sizes.values)),
+        ("a convolution's window is too short", ShortConv.step, around(without_the_oldest)),
     ],
 }  # fmt: skip
 

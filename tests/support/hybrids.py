@@ -1,4 +1,4 @@
-"""Small random hybrids, saved with transformers: gated delta nets, and attention at every fourth layer."""
+"""Small random hybrids, saved with transformers: gated delta nets, Mamba-2 or short convolutions, and attention."""
 
 from __future__ import annotations
 
@@ -25,6 +25,55 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "layer_types": ["linear_attention", "full_attention"] * 4},
     "rotated": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
+COMMON = {
+    key: SIZES[key] for key in SIZES if "linear" not in key and key not in ("head_dim", "num_hidden_layers")
+}
+# the same of other kinds of recurrent layers, behind the class of their config
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "convolutions": ("Lfm2Config", {"num_hidden_layers": 6, "full_attn_idxs": [2, 5], "block_multiple_of": 16}),
+    "five taps": (
+        "Lfm2Config",
+        {"num_hidden_layers": 4, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 5, "hidden_size": 80},
+    ),
+    "mamba": (
+        "GraniteMoeHybridConfig",
+        {
+            "num_hidden_layers": 6, "layer_types": ["mamba", "mamba", "attention"] * 2, "num_local_experts": 0,
+            "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 32,
+            "tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2, "logits_scaling": 0.5,
+        },
+    ),
+    "rotated mamba": (
+        "GraniteMoeHybridConfig",
+        {
+            "num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0,
+            "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 48, "mamba_d_conv": 3,
+            "position_embedding_type": "rope", "attention_multiplier": 0.25,
+        },
+    ),
+    "blocks": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M-MM*-M-M*-", "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32,
+            "n_groups": 2, "ssm_state_size": 32,
+        },
+    ),
+    "blocks without MLP": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "*M-*MM", "head_dim": 32, "mamba_num_heads": 3, "mamba_head_dim": 48,
+            "n_groups": 1, "ssm_state_size": 16, "mlp_bias": True,
+        },
+    ),
+}  # fmt: skip
+
+
+def config_of(variant: str, **keys: Any) -> Any:
+    if variant in VARIANTS:
+        return transformers.Qwen3_5TextConfig(**SIZES | VARIANTS[variant] | keys)
+    name, own = OTHERS[variant]
+    return getattr(transformers, name)(**COMMON | own | keys)
 
 
 def save_hybrid(
@@ -32,8 +81,8 @@ def save_hybrid(
 ) -> Path:
     """Save a model whose states neither vanish nor explode, so that every part of it tells in its logits."""
     torch.manual_seed(seed)
-    config = transformers.Qwen3_5TextConfig(**SIZES | VARIANTS[variant] | keys)
-    model = transformers.Qwen3_5ForCausalLM(config)
+    config = config_of(variant, **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     _draw(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))

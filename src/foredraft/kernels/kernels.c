@@ -54,17 +54,20 @@ typedef struct { const void *weight; const float *bias; int64_t n, k; CodeFormat
 // 0: all heads have one.
 typedef struct { const void *weight; const float *bias; float eps; int32_t wide, centred, apart; } Norm;
 
-// A gated delta net, which a layer has in the place of attention (recurrent.inc); without weights there is none. rates: projects b
-// and a of every head of values. weights: of the convolution, [taps, channels]. block: values of a head that lie together.
+// What a recurrent layer has in the place of attention (recurrent.inc). rates: projects the numbers of every head of values that
+// decide how its state changes, `numbers` in all; without a weight they lie behind the channels. weights: of the convolution,
+// [taps, channels]; shift [channels]: what it adds, or null. block: values of a head that lie together. A convolution has no keys,
+// hence no state.
+enum { NO_MIXER, DELTA, MAMBA, CONVOLUTION };  // kinds
 typedef struct {
     Linear rates;
-    const float *weights, *decay, *bias, *norm;
-    int64_t key_heads, value_heads, key_dim, value_dim, taps, block;
+    const float *weights, *shift, *decay, *bias, *skip, *norm;
+    int64_t kind, key_heads, value_heads, key_dim, value_dim, taps, block, numbers;
     float eps;  // of the norm
-} Delta;
+} Mixer;
 
 // The channels that are convolved: queries, keys and values.
-static inline int64_t channels_of(const Delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
+static inline int64_t channels_of(const Mixer *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
 
 // A layer. reads: its keys and values are those of another layer, so it has queries alone. joined: its values are its keys as
 // they were projected, so it has no others.
@@ -80,13 +83,13 @@ typedef struct {
     int64_t inner;             // of the MLP
     int64_t reads, joined;
     float scalar;              // the factor on what leaves the layer
-    Delta delta;
+    Mixer mixer;
 } Layer;
 
 // gated: the MLP multiplies the activation of its first half by its second. parallel: the MLP reads what enters the layer.
 // together: the norms of queries and keys are over all heads together, not over each. sums: a norm after a sub-layer is of what
 // entered plus the output, not of the output.
-enum { SILU, GELU_TANH, GELU, RELU };  // activations
+enum { SILU, GELU_TANH, GELU, RELU, RELU2 };  // activations
 typedef struct {
     int64_t layers, hidden, heads, activation, gated, parallel, together, sums;
     int64_t wide;  // elements of the widest of qkv, gate_up and input_gate of all layers
@@ -115,7 +118,7 @@ typedef struct {
     Linear join;
 } Model;
 
-// What a recurrent layer keeps: bases [rows, value_heads, blocks, key_dim, block], a log [rows, LOG, channels, b and a], and the
+// What a recurrent layer keeps: bases [rows, value_heads, blocks, key_dim, block], a log [rows, LOG, channels and rates], and the
 // positions of the bases [rows], where one at 0 is zero.
 typedef struct { float *bases; void *log; int64_t *at; } Recurrent;
 
@@ -139,10 +142,13 @@ static inline int64_t behind(const Pass *p, int64_t group) { return p->slot ? p-
 
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
 
-// SiLU, GELU in its tanh approximation or exact, or ReLU; NaN stays NaN.
+// SiLU, GELU in its tanh approximation or exact, ReLU, or its square; NaN stays NaN.
 static inline V activation(V x, int64_t kind) {
     if (kind == SILU) return x / (exponential(-x) + splat(1.0f));
-    if (kind == RELU) return choose(x < splat(0.0f), splat(0.0f), x);
+    if (kind == RELU || kind == RELU2) {
+        const V positive = choose(x < splat(0.0f), splat(0.0f), x);
+        return kind == RELU ? positive : positive * positive;
+    }
     if (kind == GELU) return x * splat(0.5f) * (error_function(x * splat(0.707106781f)) + splat(1.0f));
     const V inner = (x + x * x * x * splat(0.044715f)) * splat(0.797884561f);
     return x * splat(0.5f) * (hyperbolic_tangent(inner) + splat(1.0f));

@@ -132,8 +132,8 @@ class KVCache(CacheLayers):
         stored_in = (layer if layer in places else spec.source_of(layer) for layer in range(spec.layers))
         all_layers = [places[layer] for layer in stored_in]
         super().__init__(all_layers, positions, slack, blocked=blocked)
-        if spec.delta is not None:
-            self.recurrent = RecurrentRows(spec.delta, len(spec.recurrent_layers), rows, device, dtype)
+        if spec.recurrent is not None:
+            self.recurrent = RecurrentRows(spec.recurrent, len(spec.recurrent_layers), rows, device, dtype)
         self.lengths = [0] * rows  # the valid positions of each row; the owner of the sequences sets them
         # keys in blocks, and values [layers, R, H, P, D], of every plane
         self._pairs = [(_in_blocks(plane[:, 0], blocked), plane[:, 1]) for plane in self.planes]

@@ -28,7 +28,7 @@ from foredraft.model.layers import (
     product,
     soft_cap,
 )
-from foredraft.model.recurrent import Delta, mix
+from foredraft.model.recurrent import Recurrence, mix
 from foredraft.model.spec import ModelSpec
 
 
@@ -63,7 +63,7 @@ class MLP:
 class Layer:
     """The weights of one layer; that of an adapter may have no MLP, whatever the plan says."""
 
-    attention: Attention | Delta
+    attention: Attention | Recurrence
     mlp: MLP | None
     input: LayerInput | None = None  # takes what the layer gets of the tokens themselves
     scalar: float | Tensor = 1.0  # the factor on what leaves the layer; a tensor, [1], where it is trained
@@ -221,11 +221,9 @@ class Decoder:
         spec, span, weights = self.spec, context.shape.span, self.layers[index].attention
         if isinstance(weights, Attention):
             return attend(spec, index, parts.project(spec, weights, x, span), context)
-        assert spec.delta is not None and context.cache.recurrent is not None and context.runs is not None
-        normed = x if weights.norm is None else weights.norm(x)
-        projected, rates = product(weights.qkv, normed, span), product(weights.rates, normed, span)
-        layer = spec.recurrent_layers.index(index)
-        return mix(spec.delta, weights, projected, rates, context.cache.recurrent, layer, context.runs)
+        assert context.cache.recurrent is not None and context.runs is not None
+        projected, layer = weights.project(x, span), spec.recurrent_layers.index(index)
+        return mix(weights, *projected, context.cache.recurrent, layer, context.runs)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
         x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, hidden]

@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv:2412.06464): what a layer computes, and what a cache keeps of each row.
+"""Recurrent layers: what a cache keeps of each row, and how a pass goes through it, whatever their kind.
 
 A row of the cache has a *base*, the state of a layer at a position, and a *log* of what the projections gave
 for the positions around and after it, at their places modulo LOG. A pass takes the base, goes token by token
@@ -13,45 +13,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.kernels import pool
-from foredraft.model.layers import Norm, Product
-from foredraft.model.recurrent_sizes import DeltaSizes
+from foredraft.model.layers import Norm, Product, RowSpan, product
+from foredraft.model.recurrent_sizes import RecurrentSizes
 
 if TYPE_CHECKING:
     from foredraft.model.spec import ModelSpec
 
 LOG = 64  # positions of a log: more than those of a pass, of a draft before it, and of the taps
 LANES = 16  # values of a block of states are a multiple of it
-EPSILON = 1e-6  # of the length of queries and keys
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The weights of a gated delta net, in the place of attention."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """The weights of a recurrent layer, in the place of attention; a kind says what they compute."""
 
+    sizes: RecurrentSizes
     norm: Norm | None
-    qkv: Product  # queries, keys and values before the convolution, then what gates the output, z
-    rates: Product  # b and a of every head of values, which give beta and the decay
+    qkv: Product  # what is convolved, and at the end what the output is gated by
+    rates: Product | None = None  # of every head of values; None: they lie in `qkv`, behind what is convolved
     taps: Tensor  # of the convolution, [channels, taps] float32
-    decay: Tensor  # -exp(A), [value_heads] float32
-    bias: Tensor  # of a, [value_heads] float32
-    output_norm: Tensor  # the weight of the norm of a head's output, [value_dim] float32
-    eps: float  # of that norm
+    shift: Tensor | None = None  # what it adds, [channels] float32
     output: Product
     post_norm: Norm | None = None
 
     @property
     def products(self) -> list[Product]:
-        return [self.qkv, self.rates, self.output]
+        rates = [] if self.rates is None else [self.rates]
+        return [self.qkv, *rates, self.output]
 
-    def changed(self, change: Callable[[Product], Product]) -> Delta:
-        return replace(self, qkv=change(self.qkv), rates=change(self.rates), output=change(self.output))
+    def changed(self, change: Callable[[Product], Product]) -> Self:
+        rates = None if self.rates is None else change(self.rates)
+        return replace(self, qkv=change(self.qkv), rates=rates, output=change(self.output))
+
+    def project(self, x: Tensor, span: RowSpan | None) -> tuple[Tensor, Tensor]:
+        """Return the entries [N, entry] of hidden states [N, hidden], and what gates their outputs."""
+        normed = x if self.norm is None else self.norm(x)
+        projected = product(self.qkv, normed, span)
+        if self.rates is not None:
+            channels, gates = projected.tensor_split((self.sizes.channels,), 1)
+            projected = torch.cat([channels, product(self.rates, normed, span), gates], 1)
+        return projected[:, : self.sizes.entry], projected[:, -self.sizes.values :]
+
+    def convolved(self, window: Tensor) -> Tensor:
+        """Return the channels of the last position of a window [taps, entry] of entries."""
+        taps = window[:, : self.sizes.channels].float()
+        sum = torch.zeros_like(self.taps[:, 0]) if self.shift is None else self.shift
+        for tap in range(self.sizes.taps):
+            sum = sum + taps[tap] * self.taps[:, tap]
+        return sum.to(window.dtype)
+
+    def step(self, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a position reads [value_heads, value_dim] in float32, and its state.
+
+        state: that of the position before, [value_heads, blocks, key_dim, values of a block].
+        """
+        raise NotImplementedError
+
+    def gated(self, read: Tensor, gates: Tensor) -> Tensor:
+        """Return what a position gives [values]: what its heads read, and what gates it, [values]."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,9 @@ class Run:
 class RecurrentRows:
     """The bases and logs of all rows, layer by layer."""
 
-    def __init__(self, sizes: DeltaSizes, layers: int, rows: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, sizes: RecurrentSizes, layers: int, rows: int, device: torch.device, dtype: torch.dtype
+    ):
         self.taps, blocks = sizes.taps, sizes.value_dim // block_of(sizes)
         shape = (layers, rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
@@ -116,13 +144,13 @@ class RecurrentRows:
 
 def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the memory of a row's bases and logs, in bytes."""
-    if spec.delta is None:
+    if spec.recurrent is None:
         return 0
-    layer = spec.delta.state * torch.float32.itemsize + LOG * spec.delta.entry * dtype.itemsize
+    layer = spec.recurrent.state * torch.float32.itemsize + LOG * spec.recurrent.entry * dtype.itemsize
     return layer * len(spec.recurrent_layers)
 
 
-def unfit_sizes(sizes: DeltaSizes) -> str | None:
+def unfit_sizes(sizes: RecurrentSizes) -> str | None:
     """Return what the kernels ask of sizes that they do not take (kernels/recurrent.inc); None: they do."""
     for name, size, most in (("keys", sizes.key_dim, 256), ("values", sizes.value_dim, 2**16)):
         if size % LANES or size > most:
@@ -130,38 +158,34 @@ def unfit_sizes(sizes: DeltaSizes) -> str | None:
     return None if sizes.taps <= 8 else f"convolutions have 8 taps at most, and not {sizes.taps}"
 
 
-def block_of(sizes: DeltaSizes) -> int:
+def block_of(sizes: RecurrentSizes) -> int:
     """Return how many values of a head lie together in a base."""
     return next((size for size in (64, 32, LANES) if sizes.value_dim % size == 0), sizes.value_dim)
 
 
 def mix(
-    sizes: DeltaSizes, weights: Delta, projected: Tensor, rates: Tensor, rows: RecurrentRows, layer: int,
-    runs: Sequence[Run],
-) -> Tensor:  # fmt: skip
-    """Return what the heads give for columns [N, values], of their projections, before the last one.
+    weights: Recurrence, entries: Tensor, gates: Tensor, rows: RecurrentRows, layer: int, runs: Sequence[Run]
+) -> Tensor:
+    """Return what a layer gives for columns [N, values], of what it projected, before the last product.
 
     Operators compute the end of a row otherwise than its middle, so a position is computed by itself.
     """
-    mixed = projected.new_zeros(len(projected), sizes.values)
-    entries = torch.cat([projected[:, : sizes.channels], rates], 1)
-    z = projected[:, sizes.channels :]
+    sizes, mixed = weights.sizes, entries.new_zeros(len(entries), weights.sizes.values)
     for run in runs:
         log, at = rows.logs[layer, run.row], int(rows.at[layer, run.row])
         first = at - (sizes.taps - 1)
         places = torch.arange(first, run.start)
         known = log[places % LOG].where((places >= 0).to(log.device)[:, None], 0.0)
         own = torch.cat([known, entries[run.first : run.first + run.count]])  # from position `first` on
-        base = rows.bases[layer, run.row]  # [value_heads, blocks, key_dim, values of a block]
+        base = rows.bases[layer, run.row]
         state, moved = base if at else torch.zeros_like(base), None
         for position in range(at, run.start + run.count):
-            q, state = _step(sizes, weights, own[position - at : position - first + 1], state)
+            read, state = weights.step(own[position - at : position - first + 1], state)
             if position + 1 == run.base:
                 moved = state
             if position >= run.start:
-                read = (state * q[:, None, :, None]).sum(2).view(sizes.value_heads, sizes.value_dim)
                 column = run.first + position - run.start
-                mixed[column] = _gated(weights, read.to(mixed.dtype), z[column])
+                mixed[column] = weights.gated(read.to(mixed.dtype), gates[column])
         if moved is not None:
             base.copy_(moved)
             rows.at[layer, run.row] = run.base
@@ -169,32 +193,3 @@ def mix(
         places = torch.arange(run.start + run.count - last, run.start + run.count) % LOG
         log[places] = own[len(own) - last :]
     return mixed
-
-
-def _step(sizes: DeltaSizes, weights: Delta, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the queries of a position, and its state after the one before; window: entries [taps, entry]."""
-    taps, convolved = window[:, : sizes.channels].float(), torch.zeros_like(weights.taps[:, 0])
-    for tap in range(sizes.taps):
-        convolved = convolved + taps[tap] * weights.taps[:, tap]
-    convolved = F.silu(convolved.to(window.dtype)).float()
-    q, k, v = torch.tensor_split(convolved, (sizes.keys, 2 * sizes.keys))
-    groups = sizes.value_heads // sizes.key_heads
-    q, k = (_unit(x.view(-1, sizes.key_dim)).repeat_interleave(groups, 0) for x in (q, k))
-    b, a = torch.tensor_split(window[-1, sizes.channels :], 2)
-    beta = torch.sigmoid(b).float()
-    decay = torch.exp(weights.decay * F.softplus(a.float() + weights.bias))
-    key = k[:, None, :, None]
-    state = state * decay[:, None, None, None]
-    change = (v.view(state.shape[0], state.shape[1], -1) - (state * key).sum(2)) * beta[:, None, None]
-    return q * sizes.key_dim**-0.5, state + key * change[:, :, None]
-
-
-def _gated(weights: Delta, read: Tensor, z: Tensor) -> Tensor:
-    """Return what the heads of a position give, [values]: normed, and gated by z."""
-    normed = F.rms_norm(read.float(), read.shape[1:], None, weights.eps).to(read.dtype)
-    normed = (normed.float() * weights.output_norm).to(read.dtype)
-    return (normed.float() * F.silu(z.view_as(normed).float())).to(read.dtype).flatten()
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)

@@ -26,7 +26,7 @@ from foredraft.model.families.shared import Family
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation import read_quantisation
 from foredraft.model.quantisation.scheme import KEYS, Quantisation
-from foredraft.model.recurrent_sizes import DeltaSizes
+from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.rope import MAX_POSITIONS, Rope
 from foredraft.model.tensor_names import AS_STORED, Naming, predicts_further, read_further_layers
 from foredraft.model.unsupported import HARMLESS, check_unread, refusal
@@ -115,8 +115,9 @@ class ModelSpec:
     projection_norms: bool = False  # and so over all heads together
     own_head_norms: bool = False  # each head has a norm of its own, without a bias
     gated_attention: bool = False  # what each query head attends to has a gate, projected beside the query
-    delta: DeltaSizes | None = None  # of layers that are gated delta nets, where there are any
-    recurrent_layers: tuple[int, ...] = ()  # these layers, none without `delta`; their windows say nothing
+    recurrent: RecurrentSizes | None = None  # of recurrent layers, all of one kind, where there are any
+    recurrent_layers: tuple[int, ...] = ()  # these layers, none without `recurrent`; windows say nothing
+    without_mlp: tuple[int, ...] = ()  # the layers that have no MLP
     learned_positions: int = 0  # rows of the table that is added to embeddings by position; 0 is no table
     position_offset: int = 0  # the row of position 0
     window_rope: Rope | None = None  # of windowed layers
@@ -221,10 +222,12 @@ class ModelSpec:
 
     def first(self, layers: int) -> ModelSpec:
         unrotated = tuple(layer for layer in self.unrotated if layer < layers)
-        recurrent = tuple(layer for layer in self.recurrent_layers if layer < layers)
+        bare = tuple(layer for layer in self.without_mlp if layer < layers)
+        recurs = tuple(layer for layer in self.recurrent_layers if layer < layers)
         return replace(
             self, layers=layers, windows=self.windows[:layers], sources=self.sources[:layers],
-            unrotated=unrotated, recurrent_layers=recurrent, delta=self.delta if recurrent else None,
+            unrotated=unrotated, without_mlp=bare, recurrent_layers=recurs,
+            recurrent=self.recurrent if recurs else None,
         )  # fmt: skip
 
     def plain_layer(self, window: int | None = None) -> ModelSpec:
@@ -232,7 +235,7 @@ class ModelSpec:
         return replace(
             self, layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
             head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
-            unrotated=(), recurrent_layers=(), delta=None, gated_attention=False,
+            unrotated=(), without_mlp=(), recurrent_layers=(), recurrent=None, gated_attention=False,
             keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
         )  # fmt: skip
 

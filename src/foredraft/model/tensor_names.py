@@ -130,7 +130,8 @@ class Naming:
         module, kind = own.rsplit(".", 1)
         if module == HEAD:
             return f"{self.heads[0]}.{kind}"
-        layer = re.fullmatch(rf"{re.escape(LAYERS)}\.(\d+)\.(.+)", module)
+        outer = module in self.outer.values()  # a family may name every layer by itself
+        layer = None if outer else re.fullmatch(rf"{re.escape(LAYERS)}\.(\d+)\.(.+)", module)
         names = self.outer if layer is None else self.inner
         wanted = module if layer is None else layer[2]
         stored = next((stored for stored, name in reversed(names.items()) if name == wanted), None)

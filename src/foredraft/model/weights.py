@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.pool import Arena
+from foredraft.model import mamba, short_conv
 from foredraft.model.checkpoint import (
     CheckpointTensors,
     Shapes,
@@ -31,6 +32,7 @@ from foredraft.model.checkpoint import (
     qkv_order,
 )
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
+from foredraft.model.delta import Delta
 from foredraft.model.kept_weights import KeptWeights
 from foredraft.model.layers import (
     LayerInput,
@@ -43,7 +45,7 @@ from foredraft.model.layers import (
     RowSource,
 )
 from foredraft.model.quantisation.codes import CodeFormat, Codes, quantise
-from foredraft.model.recurrent import Delta
+from foredraft.model.recurrent import Recurrence
 from foredraft.model.runner.native.products import (
     NativeCodes,
     coded_bytes,
@@ -401,8 +403,8 @@ class _Builder:
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         prefix = f"{LAYERS}.{index}"
         recurs = index in self.spec.recurrent_layers
-        attention = self._delta(prefix) if recurs else self._attention(prefix, index)
-        made = self._mlp(prefix, index, attention) if mlp else None
+        attention = self._recurrence(prefix) if recurs else self._attention(prefix, index)
+        made = self._mlp(prefix, index, attention) if mlp and index not in self.spec.without_mlp else None
         own, hidden, size = None, self.spec.hidden_size, self.spec.layer_input_size
         if size:
             gate, output = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
@@ -442,8 +444,13 @@ class _Builder:
             window=window,
         )
 
-    def _delta(self, prefix: str) -> Delta:
-        spec, sizes, own = self.spec, self.spec.delta, f"{prefix}.linear_attn"
+    def _recurrence(self, prefix: str) -> Recurrence:
+        makers = {"delta": self._delta, "mamba": self._mamba, "convolution": self._short_conv}
+        assert self.spec.recurrent is not None
+        return makers[self.spec.recurrent.kind](prefix)
+
+    def _delta(self, prefix: str) -> Recurrence:
+        spec, sizes, own = self.spec, self.spec.recurrent, f"{prefix}.linear_attn"
         assert sizes is not None
         qkv = {f"{own}.in_proj_qkv": sizes.channels, f"{own}.in_proj_z": sizes.values}
         rates = {f"{own}.in_proj_{name}": sizes.value_heads for name in "ba"}
@@ -451,6 +458,7 @@ class _Builder:
         taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
         exponents = self._exact(f"{own}.A_log", each)
         return Delta(
+            sizes=sizes,
             norm=self.norm(f"{prefix}.input_layernorm"),
             qkv=self.linear(qkv, spec.hidden_size),
             rates=self.linear(rates, spec.hidden_size, few_bits=False),
@@ -459,6 +467,40 @@ class _Builder:
             bias=self._exact(f"{own}.dt_bias", each),
             output_norm=self._exact(f"{own}.norm.weight", (sizes.value_dim,)),
             eps=spec.norm_eps,
+            output=self.linear({f"{own}.out_proj": spec.hidden_size}, sizes.values),
+        )
+
+    def _mamba(self, prefix: str) -> Recurrence:
+        spec, sizes, own = self.spec, self.spec.recurrent, f"{prefix}.mamba"
+        assert sizes is not None
+        rows, each = mamba.stored_order(sizes), (sizes.value_heads,)
+        channels = rows[: sizes.channels] - sizes.values
+        taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
+        exponents = self._exact(f"{own}.A_log", each)
+        return mamba.Mamba(
+            sizes=sizes,
+            norm=self.norm(f"{prefix}.input_layernorm"),
+            qkv=self.linear({f"{own}.in_proj": len(rows)}, spec.hidden_size, order=rows),
+            taps=_in_order(taps, channels).view(sizes.channels, sizes.taps),
+            shift=_in_order(self._exact(f"{own}.conv1d.bias", (sizes.channels,)), channels),
+            decay=exponents if exponents.is_meta else -torch.exp(exponents),
+            bias=self._exact(f"{own}.dt_bias", each),
+            skip=self._exact(f"{own}.D", each),
+            output_norm=self._exact(f"{own}.norm.weight", (sizes.values,)),
+            eps=spec.norm_eps,
+            output=self.linear({f"{own}.out_proj": spec.hidden_size}, sizes.values),
+        )
+
+    def _short_conv(self, prefix: str) -> Recurrence:
+        spec, sizes, own = self.spec, self.spec.recurrent, f"{prefix}.conv"
+        assert sizes is not None
+        rows = short_conv.stored_order(sizes)
+        taps = self._exact(f"{own}.conv.weight", (sizes.channels, 1, sizes.taps))
+        return short_conv.ShortConv(
+            sizes=sizes,
+            norm=self.norm(f"{prefix}.input_layernorm"),
+            qkv=self.linear({f"{own}.in_proj": len(rows)}, spec.hidden_size, order=rows),
+            taps=taps.view(sizes.channels, sizes.taps),
             output=self.linear({f"{own}.out_proj": spec.hidden_size}, sizes.values),
         )
 
@@ -483,7 +525,7 @@ class _Builder:
             self.norm("model.per_layer_projection_norm", size),
         )
 
-    def _mlp(self, prefix: str, index: int, attention: Attention | Delta) -> MLP:
+    def _mlp(self, prefix: str, index: int, attention: Attention | Recurrence) -> MLP:
         spec, norm, inner = self.spec, self.norm, self.spec.inner_of(index)
         # without norms after sub-layers, Hugging Face calls the norm before the MLP "post attention"
         before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"

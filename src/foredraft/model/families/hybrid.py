@@ -6,7 +6,7 @@ from typing import Any
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.shared import FULL, WITH_BIASES, Family, Heads, read_windows
-from foredraft.model.recurrent_sizes import DeltaSizes
+from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.rope import ROPE_KEYS, Rope, read_rope
 
 LINEAR = "linear_attention"
@@ -19,12 +19,13 @@ SAID: dict[str, tuple[object, ...]] = {
 }
 
 
-def delta_sizes(read: ConfigReader) -> DeltaSizes:
+def delta_sizes(read: ConfigReader) -> RecurrentSizes:
     """Return the sizes of recurrent layers; heads of values are a multiple of those of keys."""
     keys, values = read.count("linear_num_key_heads", 16), read.count("linear_num_value_heads", 32)
     if values % keys:
         raise read.error("linear_num_value_heads", f"it must be a multiple of linear_num_key_heads, {keys}")
-    return DeltaSizes(
+    return RecurrentSizes(
+        "delta",
         keys,
         values,
         read.count("linear_key_head_dim", 128),
@@ -53,7 +54,7 @@ def qwen3_5(read: ConfigReader) -> dict[str, Any]:
         if read.take(key) not in (None, *neutral):
             raise read.error(key, f"only {neutral[0]} is supported")
     recurrent, sizes = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), delta_sizes(read)
-    return {"windows": windows, "recurrent_layers": recurrent, "delta": sizes if recurrent else None}
+    return {"windows": windows, "recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
 
 
 FAMILIES: dict[str, Family] = {

@@ -69,6 +69,7 @@ ACTIVATIONS = {  # of a config -> the name that `layers.activate` knows
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }

@@ -81,7 +81,7 @@ class Runner:
             backend = TorchBackend(decoder, deterministic, probed, shapes, compile)
         self.backend, self.by_kernels, self.takes_leaves = backend, backend.native, backend.takes_leaves
         self.shapes, self.max_queries = backend.shapes, backend.max_queries
-        if decoder.spec.delta is not None:  # a leaf would need the states of its place among the columns
+        if decoder.spec.recurrent is not None:  # a leaf would need the states of its place among the columns
             self.takes_leaves, self.max_queries = False, min(self.max_queries, LOG // 2)
         self.chunk = CHUNK  # positions of a prefill pass
         self.forwarded = 0  # real columns that were computed so far, of all passes

@@ -139,8 +139,8 @@ class TorchBackend:
         self._prefill_shapes = replace(shapes, query_buckets=PREFILL_BUCKETS, span=None)
         self.max_queries = max(shapes.query_buckets, default=MAX_QUERIES)
         self.gathers: bool | None = None  # None: where it pays
-        # the captured CUDA graphs; None: passes are not captured
-        captures = decoder.device.type == "cuda" and decoder.spec.delta is None  # whose runs are on the host
+        # the captured CUDA graphs; None: passes are not captured. The host has the runs of recurrent layers
+        captures = decoder.device.type == "cuda" and decoder.spec.recurrent is None
         self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if captures else None
         self._ragged_rule = RaggedRule.of(decoder.spec, decoder.device)
         self._tables: Mapping[Rope, Tensor] = {}
@@ -187,7 +187,7 @@ class TorchBackend:
             pass_.hidden,
             None if real is None else upload(real, device),
             None if pass_.at is None else pass_.at.to(device),
-            None if self.decoder.spec.delta is None else pass_.runs(queries, ragged=real is not None),
+            None if self.decoder.spec.recurrent is None else pass_.runs(queries, ragged=real is not None),
         )
         if graphs is None:
             return self._compute(cache, shape, inputs)

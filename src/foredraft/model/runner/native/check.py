@@ -60,7 +60,7 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     """Return why the C kernels do not run a model, as a clause of an error; None where they run it."""
     if device.type != "cpu":
         return f"the kernels run on CPUs, and the device is {device}"
-    if spec.delta is not None and (why := unfit_sizes(spec.delta)) is not None:
+    if spec.recurrent is not None and (why := unfit_sizes(spec.recurrent)) is not None:
         return f"the kernels take recurrent layers whose {why}"
     if dtype not in WORD:
         return f"the kernels compute in float32, bfloat16 and float16, not in {dtype_name(dtype)}"
@@ -68,7 +68,7 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     inner = {spec.inner_of(layer) for layer in range(spec.layers)}
     inputs = {spec.layer_input_size} if spec.layer_input_size else set()
     heads = {spec.heads * kind.head_dim for kind in kinds}
-    values = set() if spec.delta is None else {spec.delta.values}
+    values = set() if spec.recurrent is None else {spec.recurrent.values}
     widths = sorted({spec.hidden_size, *heads, *inner, *inputs, *values})
     for width in widths:
         if not fits(dtype, width):

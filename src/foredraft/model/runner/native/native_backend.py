@@ -26,18 +26,20 @@ from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Attention, Decoder
 from foredraft.model.layers import LayerInputs, PairInputs, Product
 from foredraft.model.memory import upload
-from foredraft.model.recurrent import Delta, block_of
+from foredraft.model.recurrent import Recurrence, block_of
 from foredraft.model.rope import Rope
 from foredraft.model.runner.native.products import CLinear, NativeCodes, is_native, room_of, suffix
 from foredraft.model.runner.native.structs import (
     ACTIVATIONS,
+    KINDS,
     MAX_HEAD_DIM,
+    MIXER_PARTS,
     NORMS,
     PRODUCTS,
     SAMPLING,
-    CDelta,
     CDraft,
     CLayer,
+    CMixer,
     CModel,
     CRecurrent,
     CSampling,
@@ -97,7 +99,7 @@ class NativeBackend:
         self._embedding = embedding.contiguous() if isinstance(embedding, Tensor) else None  # for its address
         self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
         heads = [spec.heads * spec.head_dim_of(window) for window in spec.windows]
-        heads += [] if spec.delta is None else [spec.delta.values]
+        heads += [] if spec.recurrent is None else [spec.recurrent.values]
         inner = [spec.inner_of(layer) for layer in range(spec.layers)]
         qkv = [sum(product.shape[0] for product in layer.attention.products[:-1]) for layer in decoder.layers]
         wide = max(*qkv, *(2 * size for size in inner), spec.layer_input_size)
@@ -170,7 +172,7 @@ class NativeBackend:
             tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
-        recurs = self.decoder.spec.delta is not None
+        recurs = self.decoder.spec.recurrent is not None
         bases = [run.base for run in pass_.runs(width, ragged=True)] if recurs else ()
         depths = sorted(depth for depth in pass_.aux_layers if depth < pass_.stop)
         logits, states = self.forward(
@@ -267,7 +269,7 @@ class NativeBackend:
         starts, tokens = inputs.starts, inputs.tokens
         groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
         counts = {row: len(tokens[row]) + inputs.lengths[row] - 1 for row in active}
-        recurs = self.decoder.spec.delta is not None
+        recurs = self.decoder.spec.recurrent is not None
         bases = [cache.begin(row, starts[row], counts[row]) for row in active] if recurs else ()
         pass_ = pass_struct(cache, groups, self._rotary, None, bases, self._rows_of(cache))
         drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
@@ -351,8 +353,8 @@ class NativeBackend:
             joined=spec.joins_values(window),
             scalar=float(layer.scalar),
         )
-        if isinstance(attention, Delta):
-            made.delta = self._delta_struct(attention)
+        if isinstance(attention, Recurrence):
+            made.mixer = self._mixer_struct(attention)
         for name, norm in zip(NORMS, norms, strict=True):
             setattr(made, name, norm_struct(norm))
         for name, product in zip(PRODUCTS, products, strict=True):
@@ -361,16 +363,14 @@ class NativeBackend:
                 setattr(made, name, linear_struct_of(product, spec.residual_scale if adds else None))
         return made
 
-    def _delta_struct(self, delta: Delta) -> CDelta:
-        sizes = self.decoder.spec.delta
-        assert sizes is not None
-        weights = delta.taps.T.contiguous()
-        self._taps.append(weights)  # kept for its address
-        parts = weights, delta.decay, delta.bias, delta.output_norm
-        return CDelta(
-            linear_struct_of(delta.rates), *(part.data_ptr() for part in parts),
+    def _mixer_struct(self, weights: Recurrence) -> CMixer:
+        sizes, taps = weights.sizes, weights.taps.T.contiguous()
+        self._taps.append(taps)  # kept for its address
+        return CMixer(
+            CLinear() if weights.rates is None else linear_struct_of(weights.rates), taps.data_ptr(),
+            *(pointer(getattr(weights, name, None)) for name in MIXER_PARTS), KINDS[sizes.kind],
             sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.taps, block_of(sizes),
-            delta.eps,
+            sizes.rates, getattr(weights, "eps", 0.0),
         )  # fmt: skip
 
 

@@ -29,16 +29,21 @@ class CNorm(ctypes.Structure):
     )
 
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # of a spec -> of kernels.c
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}  # of a spec -> of kernels.c
 NORMS = ("before", "after", "q", "k", "v", "mlp_before", "mlp_after", "input_after")
 PRODUCTS = ("qkv", "output", "gate_up", "down", "input_gate", "input_output")
 
 
-class CDelta(ctypes.Structure):
+KINDS = {"delta": 1, "mamba": 2, "convolution": 3}  # of recurrent sizes -> of kernels.c
+MIXER_PARTS = ("shift", "decay", "bias", "skip", "output_norm")  # of a recurrence; a kind may lack some
+
+
+class CMixer(ctypes.Structure):
     _fields_ = (
         ("rates", CLinear),
-        *((name, c_void_p) for name in ("weights", "decay", "bias", "norm")),
-        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "block")),
+        *((name, c_void_p) for name in ("weights", *MIXER_PARTS)),
+        *((name, c_int64) for name in ("kind", "key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("taps", "block", "numbers")),
         ("eps", c_float),
     )
 
@@ -50,7 +55,7 @@ class CLayer(ctypes.Structure):
         *((name, c_int64) for name in ("window", "rope", "query_rope", "rotated")),
         *((name, c_int64) for name in ("kv_heads", "dim", "inner", "reads", "joined")),
         ("scalar", c_float),
-        ("delta", CDelta),
+        ("mixer", CMixer),
     )
 
 
