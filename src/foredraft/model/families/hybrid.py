@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 LINEAR = "linear_attention"
 MULTIMODAL = ("mrope_section", "mrope_interleaved")  # rotary parameters of images
-# keys of the config that say what the family always does, in its files and not in the reference's class
+# keys of the config that say what the family always does
 SAID: dict[str, tuple[object, ...]] = {
     "attn_output_gate": (True,),
+    "hidden_act": ("silu", "swish"),  # of convolutions, too
     "mamba_ssm_dtype": ("float32",),
     "output_gate_type": ("silu",),
 }
