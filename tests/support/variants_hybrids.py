@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.variants_llama_like import ABSENT, FULL, GROUPED, TIED, together
+from tests.support.variants_llama_like import FULL, GROUPED, TIED, together
 
 LINEAR = "linear_attention"
 QWEN3_5: dict[str, Any] = {

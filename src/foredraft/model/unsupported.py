@@ -141,7 +141,7 @@ _TABLE = {
         arwkv7 bamba falcon-h1 falcon_h1 falcon_mamba lfm2 lfm3 mamba mamba2 plamo2 recurrent_gemma
         recurrentgemma rwkv rwkv6 rwkv7 xlstm zamba zamba2
         """,
-    ("hybrid", MEDIUM): "nemotron_h olmo_hybrid qwen35",
+    ("hybrid", MEDIUM): "nemotron_h olmo_hybrid",
     ("hybrid-experts", SMALL): "granitehybrid granitemoehybrid lfm2_moe lfm2moe",
     ("hybrid-experts", MEDIUM): """
         jamba kimi_linear qwen35moe qwen3_5_moe qwen3_5_moe_text qwen3_next qwen3next

@@ -76,6 +76,8 @@ def qwen35_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, An
     elif listed is not None:
         raise read.error("attention.recurrent_layers", f"it must say it of {layers + further} layers")
     sections, pairs = read.take("rope.dimension_sections", [rotated] * 3), rotated // 2
+    if not isinstance(sections, list) or len(sections) < 3 or not all(type(n) is int for n in sections):
+        raise read.error("rope.dimension_sections", "it must be three whole numbers")
     # of a text, every pair of channels that one of three positions turns is turned alike
     if sum(min(count, (pairs + 2 - at) // 3) for at, count in enumerate(sections[:3])) != pairs:
         raise read.error("rope.dimension_sections", f"it must cover {pairs} pairs of channels")
