@@ -56,6 +56,7 @@ FAMILIES = {
     **variants_hybrids.FAMILIES,
 }
 HYBRIDS = variants_hybrids.FAMILIES.keys()
+ATTENDING = [family for family in FAMILIES if family not in HYBRIDS]  # whose own layers draft, and train
 UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
 NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer
 _GEMMA = """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
@@ -184,14 +185,16 @@ def reference_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-        if family in HYBRIDS:
-            variants_hybrids.fill(model)
-        for name, tensor in model.named_parameters() if family not in HYBRIDS else ():
-            if name.endswith("bias"):  # transformers initialises norms to 1 and biases to 0
+        for name, tensor in model.named_parameters():  # transformers initialises norms to 1 and biases to 0
+            if family in HYBRIDS:
+                continue
+            if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
             elif "norm" in name or "ln_" in name:
                 offset = family.startswith("gemma") and family not in GEMMA4_FAMILIES
                 torch.nn.init.normal_(tensor, mean=0.0 if offset else 1.0, std=0.2)
+        if family in HYBRIDS:
+            variants_hybrids.fill(model)
         if family in GEMMA4_FAMILIES:
             variants_llama_like.fill_gemma4(model)
     return model.to(dtype).eval()

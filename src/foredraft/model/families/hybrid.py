@@ -126,7 +126,8 @@ FAMILIES: dict[str, Family] = {
         },
         gguf=(
             GGUF(
-                "qwen35", qwen35_in_gguf, rope="part", windows=False, parts=QWEN35, further=MTP, adds_one=True,
+                "qwen35", qwen35_in_gguf, rope="part", windows=False, parts=QWEN35, further=MTP,
+                adds_one=True,
             ),
         ),
     ),

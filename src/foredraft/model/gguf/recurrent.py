@@ -1,8 +1,8 @@
 """How GGUF files hold gated delta nets otherwise than Hugging Face does.
 
 Where there are more heads of values than of keys, head h of values takes key head h modulo their number, so
-the heads of values lie in another order: as rows, and as columns of the last projection. In the place of A_log
-stands -exp(A_log), and the taps of a convolution are a matrix
+the heads of values lie in another order: as rows, and as columns of the last projection. In the place of
+A_log stands -exp(A_log), and the taps of a convolution are a matrix
 (https://github.com/ggml-org/llama.cpp/blob/master/conversion/qwen.py).
 """
 

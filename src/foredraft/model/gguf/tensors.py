@@ -187,8 +187,8 @@ def model_name(architecture: str, name: str, layers: int | None = None) -> str |
     Examples:
         >>> model_name("llama", "blk.3.attn_q.weight")
         'model.layers.3.self_attn.q_proj.weight'
-        >>> model_name("qwen35", "blk.4.attn_q.weight", 4), model_name("qwen35", "blk.4.nextn.enorm.weight", 4)
-        ('mtp.layers.0.self_attn.q_proj.weight', 'mtp.pre_fc_norm_embedding.weight')
+        >>> [model_name("qwen35", f"blk.4.{part}.weight", 4) for part in ("attn_q", "nextn.enorm")]
+        ['mtp.layers.0.self_attn.q_proj.weight', 'mtp.pre_fc_norm_embedding.weight']
     """
     match = IN_FILE.fullmatch(name)
     if match is None:
