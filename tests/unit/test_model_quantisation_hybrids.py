@@ -37,7 +37,9 @@ KEPT: dict[str, tuple[str, Callable[[str, list[str]], dict[str, Any]]]] = {
     "rates": (
         r"in_proj_[ab]",
         lambda method, named: {
-            "gptq": {"dynamic": {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*in_proj_[ab]": {}}},
+            "gptq": {
+                "dynamic": {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*in_proj_[ab]": {}}
+            },
             "awq": {"modules_to_not_convert": ["in_proj_a", "in_proj_b"]},
             "fp8": {"modules_to_not_convert": ["lm_head", *named]},
             "compressed-tensors": {"ignore": ["lm_head", "re:.*linear_attn.in_proj_a$", "re:.*in_proj_b"]},
@@ -53,7 +55,10 @@ KEPT: dict[str, tuple[str, Callable[[str, list[str]], dict[str, Any]]]] = {
     "nothing": (r"(?!)", lambda method, named: {}),
 }
 CASES = [
-    *(("rates", name) for name in ("gptq", "gptq-order", "awq", "w4", "w4-zeros", "fp8-channel", "fp8-blocks")),
+    *(
+        ("rates", name)
+        for name in ("gptq", "gptq-order", "awq", "w4", "w4-zeros", "fp8-channel", "fp8-blocks")
+    ),
     *(("attention", name) for name in ("gptq", "w4")),
     *(("nothing", name) for name in ("gptq-zeros", "w8-channel")),
 ]
