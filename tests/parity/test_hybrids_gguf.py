@@ -24,12 +24,14 @@ from foredraft import CheckpointError, SamplingParams
 from foredraft.model import weights
 from foredraft.model.checkpoint import named_tensors
 from foredraft.model.gguf import recurrent, source, tensors
-from foredraft.model.locate import resolve
+from foredraft.model.locate import resolve, with_loras
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from foredraft.quantise.command import quantise_checkpoint
 from tests.parity.test_logits import close, prompt_logits
 from tests.support.checkpoints import save_variant
 from tests.support.hybrids import rewrite
+from tests.support.loras import save_lora
 from tests.support.mutation import Mutant, assert_caught, caught_by
 from tests.support.mutations import around, instead
 
@@ -84,6 +86,33 @@ def check(variant: str = "qwen3_5-three-a-key", native: bool = True) -> None:
 @pytest.mark.parametrize("variant", ["three-a-key", "as-many", "wide", "tied", "interval", "rotated"])
 def test_a_file_has_the_bits_of_its_checkpoint(variant: str, native: bool) -> None:
     check(f"qwen3_5-{variant}", native)
+
+
+def test_a_file_of_an_older_converter_says_which_layers_attend_by_their_interval() -> None:
+    folder = saved("qwen3_5", num_hidden_layers=9)
+
+    def edit(writer: Any) -> None:
+        for data in writer.kv_data:
+            for key in ("attention.recurrent_layers", "rope.dimension_sections"):
+                data.pop(f"qwen35.{key}", None)
+
+    assert torch.equal(logits_of(file_of(folder, edit=edit)), logits_of(folder))
+
+
+def test_a_file_of_floats_is_quantised_as_its_folder(tmp_path: Path) -> None:
+    folder = saved("qwen3_5-three-a-key", dtype=torch.bfloat16)
+    made = {place: tmp_path / place.name for place in (folder, file_of(folder, "BF16").path)}
+    for place, out in made.items():
+        quantise_checkpoint(str(place), "int8", out)
+    one, two = (logits_of(out, dtype=torch.bfloat16) for out in made.values())
+    assert torch.equal(one, two)
+
+
+def test_loras_change_a_file_as_its_folder(tmp_path: Path) -> None:
+    folder = saved("qwen3_5-three-a-key")
+    lora = save_lora(folder, tmp_path / "lora", target_modules="all-linear")
+    one, two = (logits_of(with_loras(place, [lora])) for place in (folder, file_of(folder)))
+    assert torch.equal(one, two) and not torch.equal(one, logits_of(folder))
 
 
 def check_codes(kind: str = "Q8_0", variant: str = "qwen3_5-three-a-key") -> None:

@@ -171,7 +171,7 @@ def read_gptq(read: ConfigReader, naming: Naming) -> Quantisation:
 
 
 def _singled_out(read: ConfigReader, format: WeightFormat) -> list[SchemeRule]:
-    """Return the rules of modules that `dynamic` names: behind "-:" they stay as they are, else they do not."""
+    """Return the rules of modules that `dynamic` names; behind "-:" they stay as they are."""
     given = read.take("dynamic") or {}
     if not isinstance(given, dict) or any(given.values()):
         raise read.error("dynamic", "settings of single modules are not supported; they must be empty")
