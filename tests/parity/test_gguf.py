@@ -124,8 +124,10 @@ OWN = """gemma granite granite-tied granite-biases ministral3 ministral3-yarn-ms
     smollm3-untied-biases""".split()
 OF_NORMS = """cohere2 exaone4 exaone4-no-window glm4 glm4-no-biases-tied gpt2 gpt_neox gpt_neox-sequential-tied olmo2
     olmo3 olmo3-one-base phi stablelm stablelm-parallel starcoder2-no-window""".split()
+OF_HYBRIDS = ["qwen3_5", *(f"qwen3_5-{rope}" for rope in ("linear", "yarn"))]
 WRITERS: dict[str, Callable[[Path, Path], Path]] = {
     **dict.fromkeys(OWN, write_with_own),
+    **dict.fromkeys(OF_HYBRIDS, write_gguf),
     **dict.fromkeys(OF_NORMS, write_gguf),
 }
 

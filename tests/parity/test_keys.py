@@ -24,7 +24,7 @@ from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE, HARMLESS, 
 from recipes.reference_keys import TABLE, table
 from tests.parity.mutant_checks import given
 from tests.parity.test_logits import Pair, close, decoded, greedy, prompt_logits
-from tests.support import variants_norms
+from tests.support import variants_hybrids, variants_norms
 from tests.support.checkpoints import DEFAULTS, FAMILIES, FULL, ROPES, SLIDING, save_checkpoint
 from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 from tests.support.mutations import argument, around
@@ -114,6 +114,7 @@ VALUES: dict[str, Any] = {
     "vocab_size": 101,
     "vocab_size_per_layer_input": 120,
     **variants_norms.KEY_VALUES,
+    **variants_hybrids.KEY_VALUES,
 }
 LISTED = [SLIDING, FULL, *[SLIDING] * 4, FULL]  # a layer of each kind before the last two
 GEMMA4: dict[str, Any] = {
@@ -134,6 +135,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 16},
     "mistral": {"sliding_window": 16},
     **variants_norms.OWN_VALUES,
+    **variants_hybrids.OWN_VALUES,
 }
 OWN["gemma4"] = {**GEMMA4, "use_bidirectional_attention": "vision"}
 MORE: dict[str, dict[str, Any]] = {  # keys without which another has no effect

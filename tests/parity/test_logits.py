@@ -59,11 +59,13 @@ class Pair:
 def prompt_logits(runner: Runner, tokens: Tensor) -> Tensor:
     """Return the logits [T, V] of tokens [1, T], by the widest passes that the runner makes on this machine."""
     cache, width = runner.new_cache(1, tokens.shape[1]), min(64, runner.max_queries)
-    passes = [
-        runner.forward(cache, tokens[:, at : at + width], [at]).logits
-        for at in range(0, tokens.shape[1], width)
-    ]
-    return torch.cat([logits[0] for logits in passes if logits is not None])
+    found = []
+    for at in range(0, tokens.shape[1], width):
+        cache.lengths[0] = at
+        logits = runner.forward(cache, tokens[:, at : at + width], [at]).logits
+        assert logits is not None
+        found.append(logits[0])
+    return torch.cat(found)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -82,6 +84,7 @@ def test_decoding_logits_equal_those_of_transformers(pair: Pair) -> None:
     runner.prefill(cache, 1, ids[256:PROMPT], 256)
     for position in range(PROMPT, TOTAL):
         step = pair.tokens[:, position : position + 1]
+        cache.lengths[1] = position
         got = runner.forward(cache, step, [position], first_row=1).logits
         assert got is not None
         assert close(got[0, 0], pair.expected[position])
@@ -100,6 +103,7 @@ def decoded(runner: Runner, prompt: Tensor, count: int) -> list[int]:
     runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
     tokens = [int(prompt[0, -1])]
     for position in range(length - 1, length - 1 + count):
+        cache.lengths[0] = position
         logits = runner.forward(cache, torch.tensor([tokens[-1:]]), [position]).logits
         assert logits is not None
         tokens.append(int(logits[0, 0].argmax()))

@@ -13,7 +13,7 @@ from foredraft.model.families import FAMILIES as ARCHITECTURES
 from foredraft.model.families import hybrid, mixers
 from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE
 from tests.parity.test_internlm2 import ARCHITECTURE as INTERNLM2
-from tests.support import variants_norms
+from tests.support import variants_hybrids, variants_norms
 from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -23,6 +23,7 @@ SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 NOT_LISTED = (
     SIZES
     | variants_norms.SIZES
+    | variants_hybrids.SIZES
     | {"initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "_sliding_window_pattern"}
 )
 PLAIN_ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}

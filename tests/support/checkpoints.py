@@ -17,7 +17,7 @@ import transformers
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.support import variants_llama_like, variants_norms
+from tests.support import variants_hybrids, variants_llama_like, variants_norms
 from tests.support.variants_llama_like import ABSENT, FULL, GROUPED, SLIDING, TIED, UNTIED, WIDE
 
 GEMMA4_FAMILIES = variants_llama_like.GEMMA4_FAMILIES
@@ -53,7 +53,10 @@ FAMILIES = {
     **variants_norms.FAMILIES,
     **variants_llama_like.FAMILIES,
     **GEMMA4_FAMILIES,
+    **variants_hybrids.FAMILIES,
 }
+HYBRIDS = variants_hybrids.FAMILIES.keys()
+ATTENDING = [family for family in FAMILIES if family not in HYBRIDS]  # whose own layers draft, and train
 UNROTATED = variants_norms.UNROTATED  # families without rotary embeddings
 NESTED = {"gemma3", *variants_norms.NESTED}  # families with rotary parameters for each kind of layer
 _GEMMA = """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
@@ -72,6 +75,7 @@ DEFAULTS = {
     "gemma3": _GEMMA,
     **variants_llama_like.DEFAULTS,
     **variants_norms.DEFAULTS,
+    **variants_hybrids.DEFAULTS,
 }
 IN_ROPE = variants_llama_like.IN_ROPE
 UNSCALED = {*variants_llama_like.UNSCALED, *UNROTATED}
@@ -160,6 +164,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     },
     **variants_llama_like.CHANGES,
     **variants_norms.CHANGES,
+    **variants_hybrids.CHANGES,
 }
 # every config variant that changes the arithmetic: its family, and the keys that differ from the base
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -181,11 +186,15 @@ def reference_model(
         torch.manual_seed(seed)
         model = model_class(config)
         for name, tensor in model.named_parameters():  # transformers initialises norms to 1 and biases to 0
+            if family in HYBRIDS:
+                continue
             if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
             elif "norm" in name or "ln_" in name:
                 offset = family.startswith("gemma") and family not in GEMMA4_FAMILIES
                 torch.nn.init.normal_(tensor, mean=0.0 if offset else 1.0, std=0.2)
+        if family in HYBRIDS:
+            variants_hybrids.fill(model)
         if family in GEMMA4_FAMILIES:
             variants_llama_like.fill_gemma4(model)
     return model.to(dtype).eval()

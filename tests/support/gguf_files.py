@@ -17,16 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft.model.safetensors_file import SafetensorsFile
+from tests.support import gguf_hybrids
 
 # model_type -> the file's, where they differ
 ARCHITECTURES = {
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "gpt_neox": "gptneox",
-    "ministral3": "mistral3", "olmo3": "olmo2", "phi": "phi2",
+    "ministral3": "mistral3", "olmo3": "olmo2", "phi": "phi2", "qwen3_5_text": "qwen35",
 }  # fmt: skip
 # families with other norms and positions
 NORMS = ("cohere2", "exaone4", "glm4", "gpt2", "gpt_neox", "olmo2", "olmo3", "phi", "stablelm", "starcoder2")
 REORDERED = ("granite", "llama", "mistral3", "smollm3")  # `undo_permute` of the converter's classes
-SHIFTED = ("gemma", "gemma2", "gemma3")  # whose norms add one
+SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35")  # whose norms add one
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # of GPT-2
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 SPELLED = {
@@ -67,7 +68,7 @@ def write_gguf(
 
     def kind_of(name: str, values: np.ndarray) -> str:
         wanted = kind if isinstance(kind, str) else next((kind[part] for part in kind if part in name), "F32")
-        return wanted if values.ndim > 1 and "position" not in name else "F32"
+        return wanted if values.ndim > 1 and "position" not in name and "conv1d" not in name else "F32"
 
     write_tensors(writer, tensors(dict(converted(folder, config, architecture))), kind_of)
     return writer.format_shard_names(file)[0]
@@ -146,7 +147,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     kind, heads = config["model_type"], config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + gguf_hybrids.further_layers(config))
     writer.add_head_count(heads)
     if (own := next((key for key in EPSILONS if key in config), None)) is not None:
         writer.add_layer_norm_eps(config[own])
@@ -172,6 +173,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if kind == "qwen3_5_text":
+        gguf_hybrids.add_linear(writer, config)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
     if "logit_scale" in config:
@@ -239,7 +242,7 @@ def add_byte_level(
 
 
 def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, np.ndarray]]:
-    names = names_of(architecture, config["num_hidden_layers"])
+    names = names_of(architecture, config["num_hidden_layers"] + gguf_hybrids.further_layers(config))
     tied = config.get("tie_word_embeddings", architecture == "gemma4")
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tied and name == "lm_head.weight":
@@ -247,20 +250,27 @@ def converted(folder: Path, config: Mapping[str, Any], architecture: str) -> Ite
         values, stored = tensor.float().numpy(), f"{name}.weight" if name.endswith("layer_scalar") else name
         if (heads := heads_of(config, architecture, name)) is not None:
             values = permuted(values, heads)
-        if architecture in SHIFTED and name.endswith("norm.weight"):
+        if adds_one(architecture, name):
             values = values + np.float32(1)
+        if "linear_attn" in name:
+            values = gguf_hybrids.written(config, name, values)
         if architecture == "gpt2" and name.endswith(TRANSPOSED):
             values = np.ascontiguousarray(values.T)
         if "query_key_value" in name:
             split = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             values = split.swapaxes(0, 1).reshape(values.shape)
-        yield named(names, stored), values
+        yield named(names, gguf_hybrids.name_in_file(config, stored)), values
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(config)
     if architecture == "gemma4":
         half = config["global_head_dim"] // 2
         turning = int(half * config["rope_parameters"][FULL]["partial_rotary_factor"])
         yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), dtype=np.float32)
+
+
+def adds_one(architecture: str, name: str) -> bool:
+    norm = name.endswith(".weight") and "norm" in name.split(".")[-2] and "linear_attn" not in name
+    return norm and architecture in SHIFTED
 
 
 def heads_of(config: Mapping[str, Any], architecture: str, name: str) -> int | None:
@@ -275,7 +285,7 @@ def names_of(architecture: str, layers: int) -> gguf.TensorNameMap:
 
 
 def named(names: gguf.TensorNameMap, name: str) -> str:
-    own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    own = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert own is not None, name
     return own
 
@@ -303,18 +313,22 @@ def save_dequantised(folder: Path, file: Path, other: Path) -> Path:
     config = _config_of(folder)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    names = names_of(architecture, config["num_hidden_layers"])
+    names = names_of(architecture, config["num_hidden_layers"] + gguf_hybrids.further_layers(config))
     weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if (own := named(names, name)) not in stored:
+        if (own := named(names, gguf_hybrids.name_in_file(config, name))) not in stored:
             weights[name] = tensor
             continue
         values = gguf.quants.dequantize(stored[own].data, stored[own].tensor_type).reshape(tensor.shape)
         if (heads := heads_of(config, architecture, name)) is not None:
             split = values.reshape(heads, -1, 2, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
-        if architecture in SHIFTED and name.endswith("norm.weight"):
+        if adds_one(architecture, name):
             values = values - np.float32(1)
+        if name.endswith("A_log"):
+            values = np.log(-values)
+        if "linear_attn" in name:
+            values = gguf_hybrids.in_heads_order(config, name, values, undo=True)
         weights[name] = torch.from_numpy(values.copy())
     save_file(weights, other / "model.safetensors")
     for path in folder.glob("*.json"):

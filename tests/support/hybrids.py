@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import tiny_tokenizer
+from tests.support.variants_hybrids import fill
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -79,25 +80,14 @@ def config_of(variant: str, **keys: Any) -> Any:
 def save_hybrid(
     folder: Path, variant: str = "two values a key", *, dtype: str = "float32", seed: int = 0, **keys: Any
 ) -> Path:
-    """Save a model whose states neither vanish nor explode, so that every part of it tells in its logits."""
+    """Save a model of random weights and a tokenizer."""
     torch.manual_seed(seed)
     config = config_of(variant, **keys)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    _draw(model)
+    fill(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     return folder
-
-
-def _draw(model: Any) -> None:
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias")):
-                weight.normal_(-1.0, 0.7)
-            elif weight.dim() == 1:
-                weight.add_(torch.randn_like(weight), alpha=0.2)
-            else:
-                weight.normal_(0.0, 0.6 if weight.dim() == 3 else 1.3 * weight.shape[-1] ** -0.5)
 
 
 def add_mtp(folder: Path, *, seed: int = 1) -> Any:
@@ -110,7 +100,7 @@ def add_mtp(folder: Path, *, seed: int = 1) -> Any:
     kind = type(model.model.norm)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         setattr(model, name, kind(config.hidden_size, config.rms_norm_eps))
-    _draw(model)
+    fill(model)
     model.to(config.dtype).eval()
     own = {
         f"mtp.{name.removeprefix('model.')}": weight.detach().clone()

@@ -80,6 +80,10 @@ LORAS: dict[str, LoraCase] = {
     "layer-inputs": LoraCase(
         "gemma4-shared", {"target_modules": [*QKVO, "per_layer_input_gate", "per_layer_model_projection"], "r": 4}
     ),
+    "recurrent": LoraCase(
+        "qwen3_5", {"target_modules": [*QKVO, *(f"in_proj_{part}" for part in ("qkv", "z", "a", "b")), "out_proj"]}
+    ),
+    "recurrent-all-linear": LoraCase("qwen3_5-three-a-key", {"target_modules": "all-linear", "r": 3}),
     "tied-both": LoraCase(
         "llama-gqa-tied", {"target_modules": ["embed_tokens"], **STRONG, "ensure_weight_tying": True}, merges=False
     ),

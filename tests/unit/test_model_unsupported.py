@@ -18,6 +18,7 @@ from tests.support.mutation import Mutant, Mutation, assert_caught, defect
 SUPPORTED = {family.model_type for family in FAMILIES.values()}
 MOE, LATENT = "a mixture of experts", "a model with latent attention"
 RECURRENT = "a model with recurrent layers"
+UNLIKE = "bailing_hybrid glm5_next inkling_mm_model inkling2 jamba kimi_linear qwen4_exp qwen4_exp_text"
 # `model_type` and further keys, as makers write them -> the kind
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_local_experts": 8}, MOE),
@@ -27,6 +28,9 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("minicpm3", {}, LATENT),
     ("mamba", {}, RECURRENT),
     ("qwen3_next", {}, f"{MOE} with recurrent layers"),
+    # their layers are recurrent in another way than those of Qwen 3.5
+    *((name, {}, f"{MOE} with recurrent layers") for name in UNLIKE.split()),
+    *((name, {}, RECURRENT) for name in ("bamba", "lfm3", "zamba2")),
     ("bert", {}, "an encoder, which writes no text"),
     ("t5", {}, "an encoder-decoder"),
     ("vit", {}, "a model of images, with or without text"),
@@ -36,6 +40,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("new_moe", {"n_routed_experts": 64, "kv_lora_rank": 512}, f"{MOE} with latent attention"),
     ("new_latent", {"kv_lora_rank": 256}, LATENT),
     ("new_hybrid", {"layer_types": ["linear_attention", "full_attention"]}, RECURRENT),
+    ("new_hybrid", {"layer_types": ["hybrid", "hybrid_sliding"]}, RECURRENT),
     ("new_hybrid", {"layer_types": ["mamba"], "num_experts": 8}, f"{MOE} with recurrent layers"),
     ("new_wrapper", {"text_config": {"num_experts": 8}}, MOE),
     ("new_seq2seq", {"is_encoder_decoder": True}, "an encoder-decoder"),
@@ -124,6 +129,8 @@ def test_no_supported_model_is_in_the_table() -> None:
         ("t5", {}, "an encoder-decoder"),
         ("new", {"new.expert_count": 8}, MOE),
         ("new", {"new.ssm.state_size": 8}, RECURRENT),
+        ("new", {"new.kda.head_dim": 128}, RECURRENT),
+        *((name, {}, f"{MOE} with recurrent layers") for name in ("qwen4exp", "kimi-linear", "glm5-next")),
         ("new", {"new.expert_count": 0}, None),
         ("new", {"new.expert_count": 1}, None),
         ("lama", {}, None),

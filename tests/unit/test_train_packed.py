@@ -32,7 +32,8 @@ from foredraft.train.students import (
 )
 from foredraft.train.target import Document, FrozenTarget, Packed, PackedPass
 from foredraft.train.training_options import LOSSES, parse_loss
-from tests.support.checkpoints import FAMILIES, save_checkpoint
+from tests.support.checkpoints import ATTENDING as FAMILIES
+from tests.support.checkpoints import save_checkpoint
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import around, instead
 

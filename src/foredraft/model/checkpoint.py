@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,12 @@ class CheckpointTensors:
             if not part.optional or f"{module}.{suffix}" in self.files:
                 tensors[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
         format.check(module, shape, tensors)
-        return iter(()) if self.device.type == "meta" else pieces(format, shape, tensors)
+        if self.device.type == "meta":
+            return iter(())
+        weight = self.files.get(f"{module}.weight")
+        order = None if weight is None else weight.columns
+        found = pieces(format, shape, tensors)
+        return found if order is None else (replace(piece, order=order) for piece in found)
 
     def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""

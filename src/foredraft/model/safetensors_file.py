@@ -76,6 +76,7 @@ class StoredTensor:
     read: Callable[[slice | None], Tensor]  # rows of it; None: the whole
     name: str  # as it is stored
     file: str  # the name of its file
+    columns: Tensor | None = None  # of codes, [K] int32: column j is column columns[j] of the weight
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.read(rows)

@@ -141,12 +141,16 @@ _TABLE = {
         arwkv7 bamba falcon-h1 falcon_h1 falcon_mamba lfm3 mamba mamba2 plamo2 recurrent_gemma
         recurrentgemma rwkv rwkv6 rwkv7 xlstm zamba zamba2
         """,
-    ("hybrid", MEDIUM): "olmo_hybrid qwen35",
+    ("hybrid", MEDIUM): "olmo_hybrid",
     ("hybrid-experts", SMALL): "granitehybrid lfm2_moe lfm2moe",
     ("hybrid-experts", MEDIUM): """
-        jamba kimi_linear qwen35moe qwen3_5_moe qwen3_5_moe_text qwen3_next qwen3next
+        jamba kimi-linear kimi_linear qwen35moe qwen3_5_moe qwen3_5_moe_text qwen3_next qwen3next qwen4_exp
+        qwen4_exp_text qwen4exp
         """,
-    ("hybrid-experts", LARGE): "bailing_hybrid minimax nemotron_h_moe nemotron_h_omni",
+    ("hybrid-experts", LARGE): """
+        bailing_hybrid bailingmoe3 glm5-next glm5_next glm5_next_text inkling2 inkling2_text inkling_mm_model
+        inkling_text minimax nemotron_h_moe nemotron_h_omni
+        """,
     ("encoder", SMALL): """
         albert bert big_bird camembert canine clip convbert data2vec deberta deberta_v2 distilbert electra
         embedding_gemma2 ernie esm eurobert flaubert fnet funnel gemma-embedding ibert jina-bert-v2
@@ -178,10 +182,11 @@ EXPERTS = """
     enable_moe_block expert_count moe_num_experts n_routed_experts num_experts num_local_experts
     """.split()
 RECURRENT = """
-    conv_L_cache linear_num_value_heads mamba_d_state rnn_width shortconv.l_cache ssm.conv_kernel
-    ssm.state_size ssm_cfg ssm_state_size state_size wkv.head_size
+    conv_L_cache kda.head_dim linear_num_value_heads mamba_d_state rnn_width shortconv.l_cache
+    ssm.conv_kernel ssm.state_size ssm_cfg ssm_state_size state_size wkv.head_size
     """.split()
-RECURRENT_LAYERS = ("mamba", "linear_attention", "recurrent", "conv", "kda", "ssm")  # how `layer_types` begin
+# how `layer_types` begin
+RECURRENT_LAYERS = ("mamba", "linear_attention", "recurrent", "conv", "kda", "ssm", "hybrid")
 LATENT = ("kv_lora_rank", "attention.kv_lora_rank")
 
 

@@ -456,14 +456,13 @@ class _Builder:
         rates = {f"{own}.in_proj_{name}": sizes.value_heads for name in "ba"}
         each = (sizes.value_heads,)
         taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
-        exponents = self._exact(f"{own}.A_log", each)
         return Delta(
             sizes=sizes,
             norm=self.norm(f"{prefix}.input_layernorm"),
             qkv=self.linear(qkv, spec.hidden_size),
             rates=self.linear(rates, spec.hidden_size, few_bits=False),
             taps=taps.view(sizes.channels, sizes.taps),
-            decay=exponents if exponents.is_meta else -torch.exp(exponents),
+            decay=self._exact(f"{own}.A_log", each, _decay_of),
             bias=self._exact(f"{own}.dt_bias", each),
             output_norm=self._exact(f"{own}.norm.weight", (sizes.value_dim,)),
             eps=spec.norm_eps,
@@ -476,14 +475,13 @@ class _Builder:
         rows, each = mamba.stored_order(sizes), (sizes.value_heads,)
         channels = rows[: sizes.channels] - sizes.values
         taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
-        exponents = self._exact(f"{own}.A_log", each)
         return mamba.Mamba(
             sizes=sizes,
             norm=self.norm(f"{prefix}.input_layernorm"),
             qkv=self.linear({f"{own}.in_proj": len(rows)}, spec.hidden_size, order=rows),
             taps=_in_order(taps, channels).view(sizes.channels, sizes.taps),
             shift=_in_order(self._exact(f"{own}.conv1d.bias", (sizes.channels,)), channels),
-            decay=exponents if exponents.is_meta else -torch.exp(exponents),
+            decay=self._exact(f"{own}.A_log", each, _decay_of),
             bias=self._exact(f"{own}.dt_bias", each),
             skip=self._exact(f"{own}.D", each),
             output_norm=self._exact(f"{own}.norm.weight", (sizes.values,)),
@@ -504,12 +502,15 @@ class _Builder:
             output=self.linear({f"{own}.out_proj": spec.hidden_size}, sizes.values),
         )
 
-    def _exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in float32, which its stored dtype may be, whatever that of the others is."""
+    def _exact(
+        self, name: str, shape: tuple[int, ...], function: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        """Return a function of a tensor in float32, which its stored dtype may be, whatever others' is."""
         tensors = self.tensors
         if not isinstance(tensors, CheckpointTensors) or tensors.device.type == "meta":
-            return tensors.load({name: shape})
-        return tensors.view(name, shape).to(tensors.device, torch.float32, copy=True)
+            found = tensors.load({name: shape})
+            return found if found.is_meta else function(found)
+        return function(tensors.view(name, shape)).to(tensors.device, torch.float32, copy=True)
 
     def inputs(self) -> LayerInputs | None:
         """Return what makes the inputs that layers take of the tokens themselves; None in models without."""
@@ -541,6 +542,11 @@ class _Builder:
             down=self.linear({f"{prefix}.mlp.down_proj": spec.hidden_size}, inner, spec.mlp_bias),
             post_norm=norm(f"{prefix}.post_feedforward_layernorm") if after else None,
         )
+
+
+def _decay_of(exponents: Tensor) -> Tensor:
+    """Return the rates at which states fade, of their logarithms, in float32 or the wider dtype of these."""
+    return -torch.exp(exponents.to(torch.promote_types(exponents.dtype, torch.float32)))
 
 
 def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:

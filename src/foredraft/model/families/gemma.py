@@ -294,7 +294,7 @@ OF_GEMMA4 = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
+    "layer_output_scale.weight": "layer_scalar",
 }
 FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(

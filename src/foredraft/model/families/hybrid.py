@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.families.shared import FULL, WITH_BIASES, Family, Heads, read_windows
+from foredraft.model.families.shared import FULL, GGUF, LAYER, WITH_BIASES, Family, Heads, read_windows
 from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.rope import ROPE_KEYS, Rope, read_rope
 
+if TYPE_CHECKING:
+    from foredraft.model.gguf.source import MetadataReader
+
 LINEAR = "linear_attention"
 MULTIMODAL = ("mrope_section", "mrope_interleaved")  # rotary parameters of images
-# keys of the config that say what the family always does, in its files and not in the reference's class
+# keys of the config that say what the family always does
 SAID: dict[str, tuple[object, ...]] = {
     "attn_output_gate": (True,),
+    "hidden_act": ("silu", "swish"),  # of convolutions, too
     "mamba_ssm_dtype": ("float32",),
     "output_gate_type": ("silu",),
 }
@@ -57,6 +61,62 @@ def qwen3_5(read: ConfigReader) -> dict[str, Any]:
     return {"windows": windows, "recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
 
 
+def qwen35_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of recurrent layers; the last layers of a file may predict further tokens."""
+    further = read.count("nextn_predict_layers", 0, allow_zero=True)
+    layers, rotated = config["num_hidden_layers"] - further, read.count("rope.dimension_count")
+    if layers < 1:
+        raise read.error("nextn_predict_layers", f"block_count, {layers + further}, must be more")
+    if not read.has_tensor("blk.0.attn_norm.weight"):
+        problem = "holds only the layers of a model that predict further tokens"
+        raise read.file.error(problem, "give the file of the whole model")
+    interval, listed = read.count("full_attention_interval", 4), read.take("attention.recurrent_layers")
+    recurs = [bool((layer + 1) % interval) for layer in range(layers)]
+    if isinstance(listed, list) and len(listed) == layers + further:
+        recurs = listed[:layers]
+    elif listed is not None:
+        raise read.error("attention.recurrent_layers", f"it must say it of {layers + further} layers")
+    sections, pairs = read.take("rope.dimension_sections", [rotated] * 3), rotated // 2
+    if not isinstance(sections, list) or len(sections) < 3 or not all(type(n) is int for n in sections):
+        raise read.error("rope.dimension_sections", "it must be three whole numbers")
+    # of a text, every pair of channels that one of three positions turns is turned alike
+    if sum(min(count, (pairs + 2 - at) // 3) for at, count in enumerate(sections[:3])) != pairs:
+        raise read.error("rope.dimension_sections", f"it must cover {pairs} pairs of channels")
+    values, inner = read.count("ssm.time_step_rank"), read.count("ssm.inner_size")
+    if inner % values:
+        raise read.error("ssm.inner_size", f"it must be a multiple of ssm.time_step_rank, {values}")
+    return {
+        "num_hidden_layers": layers,
+        "mtp_num_hidden_layers": further,
+        "layer_types": [LINEAR if each else FULL for each in recurs],
+        "linear_num_key_heads": read.count("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": read.count("ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
+    }
+
+
+QWEN35 = {part: name for part, name in LAYER.items() if part != "ffn_norm"} | {
+    "post_attention_norm": LAYER["ffn_norm"],
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+MTP = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+    "nextn.shared_head_head": "lm_head",
+    "nextn.embed_tokens": "embed_tokens",
+}
 FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", qwen3_5, eos=None, bos=None, positions=32_768,
@@ -65,5 +125,11 @@ FAMILIES: dict[str, Family] = {
         fixed={
             "head_norms": True, "norm_offset": True, "gated_attention": True,
         },
+        gguf=(
+            GGUF(
+                "qwen35", qwen35_in_gguf, rope="part", windows=False, parts=QWEN35, further=MTP,
+                adds_one=True,
+            ),
+        ),
     ),
 }  # fmt: skip

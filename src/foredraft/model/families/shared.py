@@ -58,7 +58,10 @@ class GGUF:
     rope: Literal["whole", "part", "own"] = "whole"  # what of a head is rotated; own: `keys` reads all of it
     windows: bool = True  # a file may have sliding windows, or another attention scale than usual
     by_layer: tuple[str, ...] = ()  # keys of the file that may hold a list, a number a layer
-    parts: Mapping[str, str] = field(default_factory=lambda: LAYER)  # of a layer -> in the decoder
+    # of a layer -> in the decoder: modules, or tensors that do not have the same kind there
+    parts: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    # of a layer behind the model's, which predicts further tokens, beside these -> behind "mtp."
+    further: Mapping[str, str] = field(default_factory=dict)
     reordered: bool = False
     adds_one: bool = False
 

@@ -35,6 +35,7 @@ from foredraft.model.gguf.tensors import (
     holds_factors,
     identity,
     model_name,
+    model_shape,
     part_names,
     stored_tensors,
     stored_values,
@@ -182,7 +183,8 @@ def config_of(file: GGUFModel) -> dict[str, Any]:
     }
     quantised: dict[str, list[str]] = {}
     for name, info in file.tensors.items():
-        if info.dtype not in PLAIN and (own := model_name(architecture, name)) is not None:
+        own = model_name(architecture, name, config["num_hidden_layers"])
+        if info.dtype not in PLAIN and own is not None:
             quantised.setdefault(info.dtype, []).append(own.removesuffix(".weight"))
     if quantised:
         config["quantization_config"] = {"quant_method": METHOD, TENSORS: quantised}
@@ -321,9 +323,7 @@ class GGUFSource(ModelSource):
     def _open(self, stack: ExitStack, device: torch.device) -> Opened:
         if self._read_state("give the model's file again") != self._state:
             raise CheckpointError(f"{self.path} has changed while it was used", remedy="load the model again")
-        heads, kv_heads = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-        model = _opened(self.path, self._state)
-        return stored_tensors(model, heads, kv_heads, meta=device.type == "meta")
+        return stored_tensors(_opened(self.path, self._state), self.config, meta=device.type == "meta")
 
 
 @functools.lru_cache(maxsize=1)
@@ -368,12 +368,12 @@ def _check_tensors(file: GGUFModel, spec: ModelSpec) -> None:
         own = file_name(architecture, name)
         if own not in file.tensors:
             raise file.error(f"lacks tensor {own}", CONVERT_AGAIN)
-        if file.tensors[own].shape != shape:
+        if model_shape(file.tensors[own]) != shape:
             found = [*file.tensors[own].shape]
             problem = f"has tensor {own} of shape {found}, but its metadata imply {[*shape]}"
             raise file.error(problem, CONVERT_AGAIN)
     for own in file.tensors:
-        given = model_name(architecture, own)
+        given = model_name(architecture, own, spec.layers)
         unread = holds_factors(architecture, own) or (given is not None and spec.leaves_unread(given))
         if given not in needed and not unread:
             raise file.error(f"has tensor {own}, which is not part of a {spec.architecture}", CONVERT_AGAIN)

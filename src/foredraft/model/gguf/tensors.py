@@ -13,7 +13,7 @@ is undone here. Of a quantised tensor the bytes of each row come.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.families import IN_GGUF
+from foredraft.model.gguf import recurrent
 from foredraft.model.gguf.file import UNQUANTISED, GGUFFile
 from foredraft.model.safetensors_file import DTYPES, StoredTensor, TensorInfo
 
@@ -174,28 +175,41 @@ OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-SCALAR = "layer_scalar"  # a number, whose name in the model ends with this
-IN_FILE = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?(\w+)\.(weight|bias)")  # "01" would be layer 1 again
-IN_MODEL = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)")
+IN_FILE = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?([\w.]+)")  # "01" would be layer 1 again
+IN_MODEL = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)")
 
 
-def model_name(architecture: str, name: str) -> str | None:
+def model_name(architecture: str, name: str, layers: int | None = None) -> str | None:
     """Return the name that Hugging Face gives a tensor of a file; None for one that it does not have.
+
+    Layers behind the model's own, which are so many, predict further tokens.
 
     Examples:
         >>> model_name("llama", "blk.3.attn_q.weight")
         'model.layers.3.self_attn.q_proj.weight'
+        >>> [model_name("qwen35", f"blk.4.{part}.weight", 4) for part in ("attn_q", "nextn.enorm")]
+        ['mtp.layers.0.self_attn.q_proj.weight', 'mtp.pre_fc_norm_embedding.weight']
     """
     match = IN_FILE.fullmatch(name)
     if match is None:
         return None
-    layer, part, kind = match.groups()
-    found = OUTER.get(part) if layer is None else IN_GGUF[architecture][1].parts.get(part)
-    if found is None:
-        return None
+    layer, part = match.groups()
     if layer is None:
-        return f"{found}.{kind}"
-    return f"model.layers.{int(layer)}.{found}" + ("" if found == SCALAR else f".{kind}")
+        return _renamed(OUTER, part)
+    further, of = 0 if layers is None else int(layer) - layers, IN_GGUF[architecture][1]
+    found = _renamed(of.parts, part)
+    if layers is None or not of.further or further < 0:
+        return None if found is None else f"model.layers.{int(layer)}.{found}"
+    outer = _renamed(of.further, part) if further == 0 else None
+    return f"mtp.{outer}" if outer else None if found is None else f"mtp.layers.{further}.{found}"
+
+
+def _renamed(names: Mapping[str, str], part: str) -> str | None:
+    """Return the other name of a tensor, or of a module with the kind of the tensor."""
+    if part in names:
+        return names[part]
+    module, _, kind = part.rpartition(".")
+    return f"{names[module]}.{kind}" if module in names and kind in ("weight", "bias") else None
 
 
 def file_name(architecture: str, name: str) -> str:
@@ -205,30 +219,33 @@ def file_name(architecture: str, name: str) -> str:
         >>> file_name("llama", "model.layers.3.self_attn.q_proj.weight")
         'blk.3.attn_q.weight'
     """
-    match = IN_MODEL.fullmatch(f"{name}.weight" if name.endswith(SCALAR) else name)
+    match = IN_MODEL.fullmatch(name)
     if match is None:
         return name
-    layer, part, kind = match.groups()
+    layer, part = match.groups()
     names = OUTER if layer is None else IN_GGUF[architecture][1].parts
-    found = next((own for own, theirs in names.items() if theirs == part), None)
-    if found is None:
-        return name
-    return f"{found}.{kind}" if layer is None else f"blk.{layer}.{found}.{kind}"
+    found = _renamed({theirs: own for own, theirs in reversed([*names.items()])}, part)
+    return name if found is None else found if layer is None else f"blk.{layer}.{found}"
+
+
+def part_of(name: str) -> str:
+    """Return the part of a layer that a tensor of a file belongs to: "ssm_dt" of "blk.0.ssm_dt.bias"."""
+    return name.split(".")[2] if name.startswith("blk.") else ""
 
 
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> Tensor | None:
     """Return the row of the file for each row of the model's tensor, [rows]; None where they are the same."""
-    match = IN_FILE.fullmatch(name)
-    if architecture == "gptneox" and match is not None and match[2] == "attn_qkv":
+    part = part_of(name)
+    if architecture == "gptneox" and part == "attn_qkv":
         return torch.arange(rows).view(3, heads, -1).transpose(0, 1).flatten()
     heads_of = {"attn_q": heads, "attn_k": kv_heads}
-    if not IN_GGUF[architecture][1].reordered or match is None or match[2] not in heads_of:
+    if not IN_GGUF[architecture][1].reordered or part not in heads_of:
         return None
-    return torch.arange(rows).view(heads_of[match[2]], -1, 2).transpose(1, 2).flatten()
+    return torch.arange(rows).view(heads_of[part], -1, 2).transpose(1, 2).flatten()
 
 
 def adds_one(architecture: str, name: str) -> bool:
-    return IN_GGUF[architecture][1].adds_one and name.endswith("norm.weight")
+    return IN_GGUF[architecture][1].adds_one and name.endswith("norm.weight") and "ssm_" not in name
 
 
 def holds_factors(architecture: str, name: str) -> bool:
@@ -239,26 +256,43 @@ def holds_factors(architecture: str, name: str) -> bool:
 PLAIN = {kind: DTYPES[kind] for kind in UNQUANTISED}
 
 
+def model_shape(info: TensorInfo) -> tuple[int, ...]:
+    """Return the shape that Hugging Face gives a tensor of a file."""
+    return (info.shape[0], 1, *info.shape[1:]) if part_of(info.name) == recurrent.TAPS else info.shape
+
+
 def stored_tensors(
-    model: GGUFModel, heads: int, kv_heads: int, *, meta: bool = False
+    model: GGUFModel, config: Mapping[str, Any], *, meta: bool = False
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a model by the names of Hugging Face."""
     architecture: str = model.metadata["general.architecture"]
+    heads, kv_heads = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
 
-    def read(info: TensorInfo, rows: slice | None) -> Tensor:
-        stored, rows = stored_values(model, info), rows or slice(None)
+    def read(info: TensorInfo, columns: Tensor | None, rows: slice | None) -> Tensor:
+        stored, rows, part = stored_values(model, info), rows or slice(None), part_of(info.name)
         if meta:
             return torch.empty_like(stored, device="meta")[rows]
         order = row_order(architecture, info.name, info.shape[0], heads, kv_heads)
+        order = recurrent.value_rows(part, info.shape[0], config) if order is None else order
         values = stored[rows] if order is None else stored[order[rows]]
+        if columns is not None and info.dtype in PLAIN:
+            return values[:, columns]
+        if part == recurrent.TAPS:
+            return values[:, None]
+        if part == recurrent.DECAYS:
+            return torch.log(-values.double())  # of which `exp` makes the same float32 again
         return values.float() - 1.0 if adds_one(architecture, info.name) else values
 
-    named = ((model_name(architecture, own), info) for own, info in model.tensors.items())
-    return {
-        name: StoredTensor(info.dtype, info.shape, partial(read, info), name, model.holder(info).path.name)
-        for name, info in named
-        if name is not None
-    }
+    def tensor(name: str, info: TensorInfo) -> StoredTensor:
+        part, file = part_of(info.name), model.holder(info).path.name
+        dtype = "F64" if part == recurrent.DECAYS else info.dtype
+        columns = recurrent.value_columns(part, info.shape[-1], config)
+        order = None if columns is None or dtype in PLAIN else columns.argsort().int()
+        return StoredTensor(dtype, model_shape(info), partial(read, info, columns), name, file, order)
+
+    layers = config["num_hidden_layers"]
+    named = ((model_name(architecture, own, layers), info) for own, info in model.tensors.items())
+    return {name: tensor(name, info) for name, info in named if name is not None}
 
 
 def stored_values(model: GGUFModel, info: TensorInfo) -> Tensor:

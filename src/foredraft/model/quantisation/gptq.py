@@ -136,8 +136,6 @@ class GPTQFormat(IntegerFormat):
 
 
 def _check_common(read: ConfigReader, method: str, naming: Naming) -> None:
-    if read.take("dynamic"):
-        raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     read.choice("pack_dtype", ("int32",), "int32")
     read.choice("method", (method,), method)
     read.choice("to_quant_block_names", (naming.stored_layers, None), None)
@@ -169,7 +167,16 @@ def read_gptq(read: ConfigReader, naming: Naming) -> Quantisation:
         if not names or not all(isinstance(name, str) and name for name in names):
             raise read.error(key, "it must be a list of lists of names or null")
         pattern = rf".*\.(?:{'|'.join(re.escape(name) for name in names)})\Z"
-    return Quantisation("gptq", (head, SchemeRule(pattern, found)))
+    return Quantisation("gptq", (head, *_singled_out(read, found), SchemeRule(pattern, found)))
+
+
+def _singled_out(read: ConfigReader, format: WeightFormat) -> list[SchemeRule]:
+    """Return the rules of modules that `dynamic` names; behind "-:" they stay as they are."""
+    given = read.take("dynamic") or {}
+    if not isinstance(given, dict) or any(given.values()):
+        raise read.error("dynamic", "settings of single modules are not supported; they must be empty")
+    names = {key: read_expression(read, "dynamic", key, re.sub(r"\A[-+]:", "", key)) for key in given}
+    return [SchemeRule(name, None if key.startswith("-:") else format) for key, name in names.items()]
 
 
 HARMLESS_IN_AWQ = frozenset("do_fuse exllama_config fuse_max_seq_len meta modules_to_fuse".split())
@@ -218,6 +225,8 @@ def read_awq(read: ConfigReader, naming: Naming) -> Quantisation:
     if read.take("backend") == "llm-awq":
         raise read.error("backend", "its order of numbers is not supported")
     read.choice("desc_act", (False,), False)
+    if read.take("dynamic"):
+        raise read.error("dynamic", "settings of single modules are not supported; it must be empty")
     _check_common(read, "awq", naming)
     read.choice("lm_head", (False,), False)
     bits, group = (_either(read, *keys) for keys in (("bits", "w_bit"), ("group_size", "q_group_size")))
