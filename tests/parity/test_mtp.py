@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from foredraft.train.head_students import MTPStudent
 from foredraft.train.target import Document, FrozenTarget, Packed
 from foredraft.train.trainers import train
 from foredraft.train.training_options import MTPOptions
+from tests.support.gguf_files import write_gguf
 from tests.support.hybrids import add_mtp, rewrite, save_hybrid
 from tests.support.mutation import Mutant, assert_caught, caught_by
 from tests.support.mutations import around
@@ -87,7 +89,7 @@ def test_drafts_equal_those_of_the_reference(dtype: str, kernels: bool) -> None:
 def without(folder: Path, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """Return a copy of a model without the tensors that predict further tokens, and these."""
     copy = tmp_path / "target"
-    copy.mkdir()
+    copy.mkdir(parents=True)
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     own = {
@@ -129,6 +131,41 @@ def test_every_spelling_is_read(spelling: str, within: bool, tmp_path: Path) -> 
     head.mkdir()
     save_file(made, head / "model.safetensors")
     return check(folder, draft=str(head))
+
+
+def behind(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of the layer behind the model's own, and those outside layers, as llama.cpp's converter does."""
+    return {
+        name: each
+        for name, each in tensors.items()
+        if not name.startswith("blk.") or name.startswith("blk.8.")
+    }
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("within", [True, False], ids=["within the file", "apart"])
+def test_gguf_files(kind: str, within: bool, tmp_path: Path) -> None:
+    folder, tokens, expected = saved("float32", hidden_size=128, intermediate_size=128)
+    copy = tmp_path / "target"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    whole = write_gguf(copy, tmp_path / "whole.gguf", kind)
+    if within:
+        found = drafted(whole, tokens)
+    else:
+        head = write_gguf(copy, tmp_path / "mtp-model.gguf", kind, tensors=behind)
+        without(folder, tmp_path / "rest")
+        found = drafted(
+            write_gguf(tmp_path / "rest" / "target", tmp_path / "rest.gguf", kind), tokens, draft=str(head)
+        )
+        with pytest.raises(
+            ForedraftError, match="holds only the layer that predicts further tokens; give the model's"
+        ):
+            load(model=str(head))
+    far = torch.cat([found[anchor] - logits for anchor, logits in expected.items()])
+    bound = 1e-5 if kind == "F32" else 0.2
+    assert float(far.std()) < bound * float(torch.cat([*expected.values()]).std())
 
 
 def test_a_model_without_one_says_so(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
+from foredraft.model.families import IN_GGUF
 from foredraft.model.gguf.file import architecture_of
 from foredraft.model.safetensors_file import INDEX, SINGLE, SafetensorsFile
 from foredraft.model.spec import CONFIG
@@ -22,6 +23,9 @@ MEDUSA, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DFLASH, DSPARK = "dflash_config", "dspark_config"  # sections of a config
 ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 BIAS = "markov_w1.weight"  # in GGUF files; it makes a DFlash head one of DSpark
+PREDICTING = [
+    name for name, (_, of) in IN_GGUF.items() if of.further
+]  # whose files may predict further tokens
 # the drafters that read heads
 READ = ("eagle3", "p-eagle", "eagle", "mtp", "medusa", "dflash", "dspark")
 # a pattern that the name of a tensor matches -> what holds such a tensor, the first that fits
@@ -126,14 +130,17 @@ def head_kind(place: Path) -> str | None:
 
 def _kind_in_file(place: Path) -> str | None:
     architecture = architecture_of(place)
-    if architecture != "dflash":
+    if architecture not in ("dflash", *PREDICTING):
         return architecture if architecture == "eagle3" else None
-    from foredraft.model.gguf.tensors import GGUFModel
+    from foredraft.model.gguf.tensors import GGUFModel, is_further_alone
 
     try:
-        return "dspark" if BIAS in GGUFModel(place, lists=False).tensors else "dflash"
+        model = GGUFModel(place, lists=False)
     except CheckpointError:
-        return "dflash"
+        return "dflash" if architecture == "dflash" else None
+    if architecture == "dflash":
+        return "dspark" if BIAS in model.tensors else "dflash"
+    return "mtp" if is_further_alone(model) else None
 
 
 def _tensor_names(folder: Path) -> frozenset[str]:

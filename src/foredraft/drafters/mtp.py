@@ -6,7 +6,7 @@ output is the state of the next pair, so that EAGLE's drafter runs it (`eagle3.p
 
 Its tensors lie among the target's, or in a folder of their own:
 
-    mtp.*                   Qwen 3.5 and later, Qwen3-Next
+    mtp.*                   Qwen 3.5 and later, Qwen3-Next; GGUF files, where they are blk.L.nextn.*
     model.layers.L.*        DeepSeek-V3, GLM: a layer behind the target's L
     model.mtp_layers.0.*    MiMo, whose `fc` has the state before the embedding
     mtp_layers.0.*          speculators
@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.eagle3 import Eagle3, Eagle3Head
+from foredraft.drafters.head_kinds import head_kind
 from foredraft.drafters.heads.layers import PairNorm, packed_product
 from foredraft.drafters.heads.record import HeadRecord
 from foredraft.drafters.heads.tensors import HeadFiles
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import Checkpoint, CheckpointTensors, Shapes, weight_headers
 from foredraft.model.decoder import Decoder
+from foredraft.model.gguf.source import GGUFHead
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.locate import source_at
 from foredraft.model.quantisation.codes import Codes
@@ -141,12 +143,18 @@ def files_in(source: ModelSource, target: Checkpoint) -> MTPFiles | None:
 
 def files_at(place: Path, target: Checkpoint) -> MTPFiles:
     """Return the head in a place, which may be the target's own."""
-    source = target.source.base if place == target.source.path else source_at(place)
+    source = target.source.base if place == target.source.path else _source_at(place)
     files = files_in(source, target)
     if files is None:
         problem = f"{place} has no tensors that predict further tokens of this model"
         raise CheckpointError(problem, remedy="give a head of this model")
     return files
+
+
+def _source_at(place: Path) -> ModelSource:
+    if place.is_file() and head_kind(place) == MTP.name:
+        return GGUFHead(place)
+    return source_at(place)
 
 
 def _found(names: Collection[str], layers: int) -> tuple[str, Spelling] | None:

@@ -67,9 +67,6 @@ def qwen35_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, An
     layers, rotated = config["num_hidden_layers"] - further, read.count("rope.dimension_count")
     if layers < 1:
         raise read.error("nextn_predict_layers", f"block_count, {layers + further}, must be more")
-    if not read.has_tensor("blk.0.attn_norm.weight"):
-        problem = "holds only the layers of a model that predict further tokens"
-        raise read.file.error(problem, "give the file of the whole model")
     interval, listed = read.count("full_attention_interval", 4), read.take("attention.recurrent_layers")
     recurs = [bool((layer + 1) % interval) for layer in range(layers)]
     if isinstance(listed, list) and len(listed) == layers + further:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from foredraft import user_cache
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, Option
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.config import GENERATION, ConfigReader
 from foredraft.model.families import FAMILIES, IN_GGUF
@@ -34,6 +34,7 @@ from foredraft.model.gguf.tensors import (
     file_name,
     holds_factors,
     identity,
+    is_further_alone,
     model_name,
     model_shape,
     part_names,
@@ -362,7 +363,29 @@ def _made(file: GGUFModel) -> bytes:
     return f"{json.dumps([config, generation, tokens, refusal])}\n{text}".encode()
 
 
+class GGUFHead(ModelSource):
+    """The layers that predict further tokens, in a file of their own: tensors without a model."""
+
+    renamed = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._model = GGUFModel(path)
+        self.config = config_of(self._model)
+
+    @functools.cached_property
+    def spec(self) -> ModelSpec:
+        return ModelSpec.from_hf(self.config)
+
+    def _open(self, stack: ExitStack, device: torch.device) -> Opened:
+        return stored_tensors(self._model, self.config, meta=device.type == "meta")
+
+
 def _check_tensors(file: GGUFModel, spec: ModelSpec) -> None:
+    if is_further_alone(file):
+        remedy = ("give the model's own, and this one as ", Option("draft", str(file.path)))
+        problem = f"{file.path} holds only the layer that predicts further tokens"
+        raise CheckpointError(problem, remedy=remedy)
     architecture, needed = file.metadata["general.architecture"], tensor_shapes(spec)
     for name, shape in needed.items():
         own = file_name(architecture, name)

@@ -233,6 +233,12 @@ def part_of(name: str) -> str:
     return name.split(".")[2] if name.startswith("blk.") else ""
 
 
+def is_further_alone(model: GGUFModel) -> bool:
+    """Return whether a file holds the layers of a model that predict further tokens, and no others."""
+    names = model.tensors
+    return any(".nextn." in name for name in names) and not any(name.startswith("blk.0.") for name in names)
+
+
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> Tensor | None:
     """Return the row of the file for each row of the model's tensor, [rows]; None where they are the same."""
     part = part_of(name)
