@@ -186,6 +186,9 @@ CHECKPOINTS: dict[str, tuple[Checkpoint, ...]] = {
         _sized("LiquidAI/LFM2-350M", 0.354, 16, 1024, 6656, 16, 8, 65_536, **LFM2),
         _sized("LiquidAI/LFM2-1.2B", 1.17, 16, 2048, 12288, 32, 8, 65_536, **LFM2),
     ),
+    "MuseGlimmerForCausalLM": (
+        _sized("meta-models/Muse-Glimmer-30B (text)", 27.85, 52, 6656, 19968, 32, 2, 202_048),
+    ),
     "NemotronHForCausalLM": (
         _sized("nvidia/Nemotron-H-8B-Base-8K", 8.1, 52, 4096, 21504, 32, 8, 131_072,
                hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.model.families import FAMILIES as ARCHITECTURES
-from foredraft.model.families import hybrid, mixers
+from foredraft.model.families import hybrid, mixers, muse
 from foredraft.model.unsupported import ELSEWHERE, ELSEWHERE_IN_ROPE
 from tests.parity.test_internlm2 import ARCHITECTURE as INTERNLM2
 from tests.support import variants_hybrids, variants_norms
@@ -84,13 +84,13 @@ def test_the_page_lists_the_keys_of_other_implementations() -> None:
     ]
 
 
-# which have tests of their own, in test_hybrids
-HYBRIDS = {name for module in (hybrid, mixers) for name in module.FAMILIES}
+# which have tests of their own, in test_hybrids and test_muse_glimmer
+OTHERS = {name for module in (hybrid, mixers, muse) for name in module.FAMILIES}
 
 
 def test_every_family_is_documented_and_tested() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    tested = {FAMILIES[family][1].__name__ for family, _ in VARIANTS.values()} | {INTERNLM2} | HYBRIDS
+    tested = {FAMILIES[family][1].__name__ for family, _ in VARIANTS.values()} | {INTERNLM2} | OTHERS
     assert tested == set(ARCHITECTURES)
     for architecture, family in ARCHITECTURES.items():
         assert f"`{architecture}`" in text

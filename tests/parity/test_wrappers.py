@@ -130,7 +130,15 @@ def test_a_head_of_its_own_is_found(tmp_path: Path, top: bool | None, text: bool
 
 
 def test_absent_sizes_are_those_of_the_classes() -> None:
-    names = ("Gemma3Text", "Gemma4Text", "Gemma4UnifiedText", "Mistral", "Ministral3", "Qwen3_5Text")
+    names = (
+        "Gemma3Text",
+        "Gemma4Text",
+        "Gemma4UnifiedText",
+        "Mistral",
+        "Ministral3",
+        "MuseGlimmerText",
+        "Qwen3_5Text",
+    )
     text_configs = [getattr(transformers, f"{name}Config") for name in names]
     classes = {config_class.model_type: config_class for config_class in text_configs}
     assert wrappers.DEFAULT_SIZES.keys() == classes.keys()

@@ -50,6 +50,35 @@ WRAPPED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {**GEMMA4_UNIFIED, "model_type": "gemma4_unified_text"},
         {"vision_config": UNIFIED_VISION, "audio_config": {"audio_embed_dim": 16}, **GEMMA4_IDS},
     ),
+    "muse-glimmer": (
+        transformers.MuseGlimmerConfig,
+        transformers.MuseGlimmerForConditionalGeneration,
+        {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "max_position_embeddings": 512,
+            "post_norm_eps": 0.1,
+            "rms_norm_eps": 0.01,
+            "output_multiplier": 3.0,
+            "final_logit_softcapping": 2.0,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+            "model_type": "muse_glimmer_text",
+        },
+        {
+            "vision_config": {**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+            "image_token_id": 92,
+            "video_token_id": 93,
+            "out_hidden_size": 64,
+            "projector_hidden_size": 16,
+        },
+    ),
     "mistral3": (*MISTRAL_3, {**MISTRAL, "model_type": "mistral"}, {**PIXTRAL, **UNTIED}),
     "mistral3-ministral3": (*MISTRAL_3, {**MINISTRAL3, "model_type": "ministral3"}, {**PIXTRAL, **UNTIED}),
     "mistral3-tied": (*MISTRAL_3, {**MISTRAL, "model_type": "mistral"}, PIXTRAL),
@@ -66,7 +95,9 @@ def save_wrapped(folder: Path, name: str, spelling: str = OLDER, **text: Any) ->
         model = model_class(config)
         for parameter, tensor in model.named_parameters():
             if "norm" in parameter and tensor.dim() == 1:
-                torch.nn.init.normal_(tensor, mean=0.0 if name == "gemma3" else 1.0, std=0.2)
+                torch.nn.init.normal_(
+                    tensor, mean=0.0 if name in ("gemma3", "muse-glimmer") else 1.0, std=0.2
+                )
         if name.startswith("gemma4"):
             fill_gemma4(model)
     model.float().eval().save_pretrained(folder)

@@ -58,7 +58,7 @@ def qkv_order(spec: ModelSpec) -> Tensor | None:
         by_head = rows.view(-1, dim)
         rotated = heads + kv_heads
         rows = torch.cat([by_head[:rotated, channels], by_head[rotated:]]).flatten()
-    if spec.gated_attention:  # stored with a gate behind each query
+    if spec.gated_attention and not spec.gates_apart:  # stored with a gate behind each query
         pairs = torch.arange(2 * heads * dim).view(heads, 2, dim)
         others = torch.arange(2 * heads * dim, 2 * (heads + kv_heads) * dim)
         return torch.cat([pairs[:, 0].flatten(), others, pairs[:, 1].flatten()])

@@ -108,13 +108,17 @@ class ModelSpec:
     norm_bias: bool = False  # and have a bias
     norm_float32: bool = False  # RMS norms multiply by their weight in float32
     norm_offset: bool = False  # norms multiply by 1 + weight, in float32
+    plain_last_norm: bool = False  # but the final norm by its weight
     pre_norms: bool = True  # the input of each sub-layer has a norm of its own
     post_norms: bool = False  # the output of each sub-layer has a norm of its own
     sum_norms: bool = False  # what enters a sub-layer plus its output has a norm; the last is the final norm
+    post_norm_eps: float | None = None  # of the norms of outputs, where it is not `norm_eps`
     head_norms: bool = False  # queries and keys are normed per head before rotation
+    plain_head_norms: bool = False  # and without a weight
     projection_norms: bool = False  # and so over all heads together
     own_head_norms: bool = False  # each head has a norm of its own, without a bias
     gated_attention: bool = False  # what each query head attends to has a gate, projected beside the query
+    gates_apart: bool = False  # which is stored as a weight of its own
     recurrent: RecurrentSizes | None = None  # of recurrent layers, all of one kind, where there are any
     recurrent_layers: tuple[int, ...] = ()  # these layers, none without `recurrent`; windows say nothing
     without_mlp: tuple[int, ...] = ()  # the layers that have no MLP

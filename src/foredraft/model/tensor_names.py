@@ -45,6 +45,7 @@ LAYERS, HEAD = "model.layers", "lm_head"
 LINEAR, CONV1D = "Linear", "Conv1D"  # classes of linear layers; a Conv1D stores its weight as [K, M]
 OTHER_PARTS = """  # parts of a multimodal checkpoint that no text passes through
     vision_tower multi_modal_projector visual audio_tower embed_vision embed_audio vision_embedder
+    vision_adapter vision_projection
     """.split()
 UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(OTHER_PARTS)})\..+")
 OLDER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}

@@ -304,13 +304,14 @@ class _Builder:
         self.kept: KeptWeights | None = None
         self.channels, self.qkv_order = channel_order(spec), qkv_order(spec)
 
-    def norm(self, name: str, size: int | None = None, heads: int = 0) -> Norm:
+    def norm(self, name: str, size: int | None = None, heads: int = 0, *, eps: float | None = None) -> Norm:
         """Return the norm `name` of `size` values, by default of a hidden state; or a norm for each head."""
         if heads:
             assert size is not None
             weights = self.tensors.load({f"{name}.{head}.weight": (size,) for head in range(heads)})
             return LayerNorm(weights.float().view(heads, size), None, self.spec.norm_eps)
         spec, shape = self.spec, (size or self.spec.hidden_size,)
+        eps = eps or spec.norm_eps
 
         def load(kind: str) -> Tensor:
             values = self.tensors.load({f"{name}.{kind}": shape})
@@ -321,12 +322,13 @@ class _Builder:
         weight = load("weight")
         if spec.layer_norms:
             bias = load("bias").float() if spec.norm_bias else None
-            return LayerNorm(weight.float(), bias, spec.norm_eps)
+            return LayerNorm(weight.float(), bias, eps)
         if spec.norm_offset or spec.norm_float32:
             weight = weight.float()
-        if spec.norm_offset and not weight.is_meta:  # there a sum would import PyTorch's compiler for seconds
+        offset = spec.norm_offset and not (spec.plain_last_norm and name == LAST_NORM)
+        if offset and not weight.is_meta:  # there a sum would import PyTorch's compiler for seconds
             weight = weight + 1.0
-        return RMSNorm(weight, spec.norm_eps, spec.norm_offset or spec.norm_float32)
+        return RMSNorm(weight, eps, spec.norm_offset or spec.norm_float32)
 
     def learned_positions(self) -> Tensor | None:
         spec = self.spec
@@ -420,27 +422,32 @@ class _Builder:
         spec, norm, window = self.spec, self.norm, self.spec.windows[index]
         dim, stores = spec.head_dim_of(window), spec.stores(index)
         q_rows, kv_rows = spec.heads * dim, spec.kv_heads_of(window) * dim
-        stored_rows = 2 * q_rows if spec.gated_attention else q_rows  # with the gates
+        # with the gates
+        stored_rows = 2 * q_rows if spec.gated_attention and not spec.gates_apart else q_rows
         own = "" if not stores else "k" if spec.joins_values(window) else "kv"
         projections = {f"{prefix}.self_attn.q_proj": stored_rows}
         projections |= {f"{prefix}.self_attn.{name}_proj": kv_rows for name in own}
+        if spec.gates_apart:
+            projections[f"{prefix}.self_attn.gate_proj"] = q_rows
         if spec.fused_qkv:
             projections = {f"{prefix}.self_attn.qkv_proj": q_rows + 2 * kv_rows}
         output = {f"{prefix}.self_attn.o_proj": spec.hidden_size}
         normed, after = spec.head_norms or spec.projection_norms, spec.post_norms or spec.sum_norms
         q_size, k_size = (q_rows, kv_rows) if spec.projection_norms else (dim, dim)
         q_heads, k_heads = (spec.heads, spec.kv_heads_of(window)) if spec.own_head_norms else (0, 0)
-        v_norm = None
-        if spec.value_norms and stores:
-            v_norm = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
+        plain = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
+
+        def head_norm(name: str, size: int, heads: int) -> Norm:
+            return plain if spec.plain_head_norms else norm(f"{prefix}.self_attn.{name}", size, heads)
+
         return Attention(
             norm=norm(f"{prefix}.input_layernorm") if spec.pre_norms else None,
             qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias, self.qkv_order),
             output=self.linear(output, q_rows, spec.output_bias),
-            post_norm=norm(f"{prefix}.post_attention_layernorm") if after else None,
-            q_norm=norm(f"{prefix}.self_attn.q_norm", q_size, q_heads) if normed else None,
-            k_norm=norm(f"{prefix}.self_attn.k_norm", k_size, k_heads) if normed and stores else None,
-            v_norm=v_norm,
+            post_norm=norm(f"{prefix}.post_attention_layernorm", eps=spec.post_norm_eps) if after else None,
+            q_norm=head_norm("q_norm", q_size, q_heads) if normed else None,
+            k_norm=head_norm("k_norm", k_size, k_heads) if normed and stores else None,
+            v_norm=plain if spec.value_norms and stores else None,
             window=window,
         )
 
@@ -540,7 +547,7 @@ class _Builder:
             norm=attention.norm if spec.shared_norm else own,
             gate_up=self.linear(gate_up, spec.hidden_size, spec.mlp_bias),
             down=self.linear({f"{prefix}.mlp.down_proj": spec.hidden_size}, inner, spec.mlp_bias),
-            post_norm=norm(f"{prefix}.post_feedforward_layernorm") if after else None,
+            post_norm=norm(f"{prefix}.post_feedforward_layernorm", eps=spec.post_norm_eps) if after else None,
         )
 
 

@@ -28,6 +28,7 @@ DEFAULT_SIZES = {  # model type of a text model -> the sizes of its class, in th
     "gemma4_unified_text": (262_144, 2304, 9216, 30, 8),
     "ministral3": (131_072, 4096, 14_336, 34, 32),
     "mistral": (32_000, 4096, 14_336, 32, 32),
+    "muse_glimmer_text": (202_048, 6656, 19_968, 52, 32),
     "qwen3_5_text": (248_320, 4096, 12_288, 32, 16),
 }
 TIED = "tie_word_embeddings"
@@ -40,6 +41,7 @@ MEDIA_IDS = tuple(  # of tokens for images, videos and sounds, and around them
 )
 OTHER_PARTS = {  # keys of the other parts
     *"audio_config mm_tokens_per_image multimodal_projector_bias projector_hidden_act".split(),
+    *"out_hidden_size projector_hidden_size".split(),
     *"spatial_merge_size vision_config vision_feature_layer vision_soft_tokens_per_image".split(),
     *"vision_end_token_id vision_start_token_id".split(),
     *(TEXT, *MEDIA_IDS),
@@ -61,6 +63,9 @@ WRAPPERS: dict[str, Wrapper] = {
         "gemma4_unified", "gemma4_unified_text", ("gemma4_unified_text",)
     ),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", ("mistral", "ministral3")),
+    "MuseGlimmerForConditionalGeneration": Wrapper(
+        "muse_glimmer", "muse_glimmer_text", ("muse_glimmer_text",), tied=False
+    ),
     "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", "qwen3_5_text", ("qwen3_5_text",), tied=False),
 }
 

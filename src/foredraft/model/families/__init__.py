@@ -15,11 +15,11 @@ gives it in that family. Papers:
 
 from __future__ import annotations
 
-from foredraft.model.families import gemma, gpt, hybrid, llama, mixers
+from foredraft.model.families import gemma, gpt, hybrid, llama, mixers, muse
 from foredraft.model.families.shared import GGUF, Family
 
 FAMILIES: dict[str, Family] = dict(
-    sorted(item for lineage in (gemma, gpt, hybrid, llama, mixers) for item in lineage.FAMILIES.items())
+    sorted(item for lineage in (gemma, gpt, hybrid, llama, mixers, muse) for item in lineage.FAMILIES.items())
 )
 # architecture of a GGUF file -> that of Hugging Face, and how the file holds it
 IN_GGUF: dict[str, tuple[str, GGUF]] = {

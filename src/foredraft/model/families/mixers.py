@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 from foredraft.model.config import ConfigReader
@@ -29,11 +30,13 @@ UNLIMITED = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # tim
 
 def kinds_of(read: ConfigReader, listed: Any, known: tuple[str, ...], key: str = "layer_types") -> list[str]:
     """Return the kind of every layer; a layer of experts is refused as what the model is."""
-    kinds: list[Any] = [OLDER.get(kind, kind) for kind in listed] if isinstance(listed, list) else [None]
+    kinds: list[Any] = [OLDER.get(str(kind), kind) for kind in listed] if isinstance(listed, list) else [None]
     if EXPERTS in kinds:
         raise refusal(read.config, ())
     if any(kind not in known for kind in kinds):
         raise read.error(key, f"it must be a list of {', '.join(known)}")
+    if key == "layer_types" and len(kinds) != (layers := read.count("num_hidden_layers", len(kinds))):
+        raise read.error(key, f"it must name the kind of each of the {layers} layers")
     return kinds
 
 
@@ -49,10 +52,11 @@ def lfm2(read: ConfigReader) -> dict[str, Any]:
     layers, hidden = read.count("num_hidden_layers"), read.count("hidden_size")
     attending, listed = read.take("full_attn_idxs"), read.take("layer_types")
     if listed is None:
-        listed = [FULL if attending is None or layer in attending else CONV for layer in range(layers)]
+        chosen = range(layers) if attending is None else attending
+        listed = isinstance(chosen, list | range) and [
+            (CONV, FULL)[layer in chosen] for layer in range(layers)
+        ]
     kinds = kinds_of(read, listed, (FULL, CONV))
-    if len(kinds) != layers:
-        raise read.error("layer_types", f"it must name the kind of each of the {layers} layers")
     read.choice("conv_bias", (False,), False)
     sizes = RecurrentSizes("convolution", 1, 1, 0, hidden, read.count("conv_L_cache", 3))
     inner = read.count("block_ff_dim", read.count("intermediate_size", 12_288))
@@ -81,8 +85,6 @@ def granite_hybrid(read: ConfigReader) -> dict[str, Any]:
         read.take(key)  # of experts, and of how sums are cut
     layers, hidden = read.count("num_hidden_layers"), read.count("hidden_size")
     kinds = kinds_of(read, read.take("layer_types", [LINEAR] * layers), (FULL, LINEAR))
-    if len(kinds) != layers:
-        raise read.error("layer_types", f"it must name the kind of each of the {layers} layers")
     width, heads = read.count("mamba_expand", 2) * hidden, read.count("mamba_n_heads", 128)
     dim = width // heads if read.take("mamba_d_head", "auto") == "auto" else read.count("mamba_d_head")
     if dim * heads != width:
@@ -114,21 +116,14 @@ def unrotated(read: ConfigReader, head_dim: int) -> Rope:
 
 def nemotron_h(read: ConfigReader) -> dict[str, Any]:
     """Return the fields of a Nemotron-H; a layer is a mixer, with the MLP that follows it, if any."""
-    key, pattern, listed = (
-        "hybrid_override_pattern",
-        read.take("hybrid_override_pattern"),
-        read.take("layer_types"),
-    )
+    pattern, listed = read.take("hybrid_override_pattern"), read.take("layer_types")
+    key = "hybrid_override_pattern" if listed is None else "layers_block_type"
     if listed is None and isinstance(pattern, str):
         listed = [PATTERN.get(each) for each in pattern]
-    key = "layer_types" if read.take("layer_types") is not None else key
     blocks = kinds_of(read, listed, (FULL, LINEAR, MLP), key)
-    mixers = [block for block, kind in enumerate(blocks) if kind != MLP]
-    if any(
-        MLP in (first, second) and first == second
-        for first, second in zip([MLP, *blocks], blocks, strict=False)
-    ):
+    if any(pair == (MLP, MLP) for pair in pairwise([MLP, *blocks])):
         raise read.error(key, "an MLP must follow a layer that mixes positions")
+    mixers = [block for block, kind in enumerate(blocks) if kind != MLP]
     for unused in (*EXPERT_KEYS, *UNUSED):
         read.take(unused)
     read.choice("use_bias", (False,), False)
