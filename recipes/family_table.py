@@ -28,7 +28,7 @@ BLOCK = re.compile(r"(?<=<!-- table: )(?P<name>\w+) -->\n.*?(?=<!-- /table -->)"
 TOKENS = 8192  # of the text whose cache the table shows, or as many as the model takes
 GB = 1e9
 # architectures whose public checkpoints' sizes are not known here; `foredraft info` says them of a checkpoint
-UNKNOWN = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Qwen3_5ForCausalLM"}
+UNKNOWN = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"}
 # what is refused, by its kind -> model types that people know
 EXAMPLES = {
     "experts": "mixtral gpt_oss qwen3_moe llama4 phimoe olmoe",

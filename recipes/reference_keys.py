@@ -33,7 +33,7 @@ TABLE = Path(__file__).parents[1] / "src" / "foredraft" / "model" / "reference_k
 MODEL_TYPES = (
     "cohere2 exaone4 gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm4 gpt2 "
     "gpt_neox granite granitemoehybrid lfm2 llama ministral ministral3 mistral nemotron_h olmo2 olmo3 opt "
-    "phi phi3 qwen2 qwen3 qwen3_5_text seed_oss smollm3 stablelm starcoder2"
+    "phi phi3 qwen2 qwen3 qwen3_5_text qwen3_next seed_oss smollm3 stablelm starcoder2"
 ).split()
 LENGTH = 40  # tokens of the pass: more than TRAINED, so that dynamic scaling takes part
 TRAINED = 32
@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
 UNROTATED = {"gpt2", "opt"}  # their learned positions end with the trained length
 WIDER = {"hidden_size": 32, "head_dim": 16}  # where a quarter of each head is rotated
 OWN_SIZES = {
-    **dict.fromkeys(("gpt_neox", "qwen3_5_text", "stablelm"), WIDER),
+    **dict.fromkeys(("gpt_neox", "qwen3_5_text", "qwen3_next", "stablelm"), WIDER),
     **{model_type: {"max_position_embeddings": 2 * LENGTH} for model_type in UNROTATED},
 }
 # The configs that run: between them, every branch on a key of these families is taken.

@@ -31,9 +31,11 @@ from foredraft.model.runner import Runner
 from foredraft.model.short_conv import ShortConv
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
+from tests.parity.test_logits import Pair, close, prompt_logits
+from tests.support.checkpoints import save_variant
 from tests.support.hybrids import OTHERS, VARIANTS, rewrite, save_hybrid
 from tests.support.mutation import Mutant, assert_caught, caught_by
-from tests.support.mutations import around
+from tests.support.mutations import around, instead
 
 LENGTH = 300
 PREFIX = "model.language_model."
@@ -230,6 +232,16 @@ def check_convolutions() -> None:
     check("convolutions", native=False)
 
 
+def check_next() -> None:
+    """The rows of Qwen3-Next's weights lie key head by key head."""
+    pair = Pair(save_variant(Path(tempfile.mkdtemp()), "qwen3_next-three-a-key"))
+    assert close(prompt_logits(pair.runner, pair.tokens), pair.expected)
+
+
+def test_rows_that_lie_by_key_heads() -> None:
+    check_next()
+
+
 def without_the_oldest(step: Any, weights: Any, window: Tensor, state: Tensor) -> Any:
     return step(weights, torch.cat([window[:1] * 0, window[1:]]), state)
 
@@ -252,6 +264,10 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
         ("a convolution is activated", ShortConv.step, around(lambda step, own, *given: (F.silu(step(own, *given)[0]), given[1]))),
         ("gates and values change places", short_conv.stored_order, lambda _: lambda sizes: torch.arange(3 * sizes.values)),
         ("a convolution's window is too short", ShortConv.step, around(without_the_oldest)),
+    ],
+    check_next: [
+        ("rows as they lie", checkpoint.delta_order, instead(lambda *given: None)),
+        ("heads of values in turn", checkpoint.delta_order, around(lambda order, sizes, *of_key: torch.cat([part.view(sizes.key_heads, -1, len(part) // sizes.value_heads).transpose(0, 1).flatten() if at >= len(of_key) - 2 else part for at, part in enumerate(order(sizes, *of_key).split([sizes.key_heads * rows for rows in of_key]))]))),
     ],
 }  # fmt: skip
 

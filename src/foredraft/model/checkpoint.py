@@ -30,6 +30,7 @@ from foredraft.model.config import broken, mismatch
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import BITS, CodeFormat, Codes
 from foredraft.model.quantisation.scheme import ActivationFormat, Quantisation, WeightFormat, pieces
+from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.safetensors_file import StoredTensor
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
@@ -76,6 +77,19 @@ def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> Tensor:
     stored = torch.arange((heads + 2 * kv_heads) * head_dim).view(kv_heads, groups + 2, head_dim)
     parts = stored[:, :groups], stored[:, groups], stored[:, groups + 1]
     return torch.cat([part.flatten() for part in parts])
+
+
+def delta_order(sizes: RecurrentSizes, *of_key: int) -> Tensor | None:
+    """Return the order of parts that have so many rows of each key head; None: they are stored in it.
+
+    Examples:
+        >>> delta_order(RecurrentSizes("delta", 2, 4, 1, 1, 4, by_key=True), 2, 2).tolist()  # b b a a b b a a
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    if not sizes.by_key:
+        return None
+    stored = torch.arange(sizes.key_heads * sum(of_key)).view(sizes.key_heads, -1)
+    return torch.cat([part.flatten() for part in stored.split_with_sizes([*of_key], 1)])
 
 
 def channel_order(spec: ModelSpec) -> Tensor | None:

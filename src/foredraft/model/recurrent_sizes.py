@@ -25,6 +25,8 @@ class RecurrentSizes:
     key_dim: int  # of a head
     value_dim: int  # of a head
     taps: int  # of the causal convolution over queries, keys and values
+    # two weights hold, key head by key head, queries, keys, values and z, and b and a; otherwise four do
+    by_key: bool = False
 
     @property
     def keys(self) -> int:

@@ -26,6 +26,7 @@ from foredraft.model.checkpoint import (
     Shapes,
     channel_order,
     code_format_of,
+    delta_order,
     format_of,
     inputs_of,
     joined_shape,
@@ -461,13 +462,20 @@ class _Builder:
         assert sizes is not None
         qkv = {f"{own}.in_proj_qkv": sizes.channels, f"{own}.in_proj_z": sizes.values}
         rates = {f"{own}.in_proj_{name}": sizes.value_heads for name in "ba"}
-        each = (sizes.value_heads,)
+        if sizes.by_key:
+            qkv = {f"{own}.in_proj_qkvz": sizes.channels + sizes.values}
+            rates = {f"{own}.in_proj_ba": 2 * sizes.value_heads}
+        each, heads = (sizes.value_heads,), sizes.value_heads // sizes.key_heads
+        values = heads * sizes.value_dim
+        qkv_order = delta_order(sizes, sizes.key_dim, sizes.key_dim, values, values)
         taps = self._exact(f"{own}.conv1d.weight", (sizes.channels, 1, sizes.taps))
         return Delta(
             sizes=sizes,
             norm=self.norm(f"{prefix}.input_layernorm"),
-            qkv=self.linear(qkv, spec.hidden_size),
-            rates=self.linear(rates, spec.hidden_size, few_bits=False),
+            qkv=self.linear(qkv, spec.hidden_size, order=qkv_order),
+            rates=self.linear(
+                rates, spec.hidden_size, order=delta_order(sizes, heads, heads), few_bits=False
+            ),
             taps=taps.view(sizes.channels, sizes.taps),
             decay=self._exact(f"{own}.A_log", each, _decay_of),
             bias=self._exact(f"{own}.dt_bias", each),

@@ -47,7 +47,7 @@ MODULES = re.compile(
 )
 # the numbers of recurrent layers, which keep their dtype, and small layers that decide how fast states fade
 EXACT = re.compile(r"model\.layers\.\d+\.(linear_attn|mamba|conv)\.(?!in_proj|out_proj)\S+")
-RATES = re.compile(r"model\.layers\.\d+\.linear_attn\.in_proj_[ab]")
+RATES = re.compile(r"model\.layers\.\d+\.linear_attn\.in_proj_(?:a|b|ba)\Z")
 MOST = 4 << 30  # bytes of a file
 
 

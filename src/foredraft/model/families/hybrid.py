@@ -1,13 +1,17 @@
-"""Hybrids: Qwen 3.5 to 3.8, whose layers are gated delta nets but for every fourth, which attends."""
+"""Hybrids: Qwen 3.5 to 3.8, and Qwen3-Next, whose layers are gated delta nets but for every fourth, which
+attends. Of Qwen3-Next, models without experts run, which the released ones are not.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.shared import FULL, GGUF, LAYER, WITH_BIASES, Family, Heads, read_windows
 from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.rope import ROPE_KEYS, Rope, read_rope
+from foredraft.model.unsupported import refusal
 
 if TYPE_CHECKING:
     from foredraft.model.gguf.source import MetadataReader
@@ -59,6 +63,27 @@ def qwen3_5(read: ConfigReader) -> dict[str, Any]:
             raise read.error(key, f"only {neutral[0]} is supported")
     recurrent, sizes = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), delta_sizes(read)
     return {"windows": windows, "recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
+
+
+EXPERTS = """
+    moe_intermediate_size norm_topk_prob num_experts_per_tok router_aux_loss_coef
+    shared_expert_intermediate_size
+    """.split()  # keys that say nothing of layers without experts
+
+
+def qwen3_next(read: ConfigReader) -> dict[str, Any]:
+    experts = read.count("num_experts", 512, if_null=0, allow_zero=True)
+    step = read.count("decoder_sparse_step", 1)
+    if not isinstance(dense := read.take("mlp_only_layers") or [], list):
+        raise read.error("mlp_only_layers", "it must be a list of layers")
+    layers = (layer for layer in range(read.count("num_hidden_layers")) if layer not in dense)
+    if experts and any((layer + 1) % step == 0 for layer in layers):
+        raise refusal(read.config, ())
+    for key in EXPERTS:
+        read.take(key)
+    fields = qwen3_5(read)
+    sizes = fields["recurrent"]
+    return fields | {"recurrent": None if sizes is None else replace(sizes, by_key=True)}
 
 
 def qwen35_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
@@ -114,14 +139,16 @@ MTP = {
     "nextn.shared_head_head": "lm_head",
     "nextn.embed_tokens": "embed_tokens",
 }
+QWEN: dict[str, Any] = {
+    "eos": None, "bos": None, "positions": 32_768, "windows": None, "flags": WITH_BIASES, "rope": text_rope,
+    "fixed": {"head_norms": True, "norm_offset": True, "gated_attention": True},
+}  # fmt: skip
 FAMILIES: dict[str, Family] = {
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", qwen3_next, heads=Heads(2, null_kv=False, dim=256, null_dim=False), **QWEN
+    ),
     "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", qwen3_5, eos=None, bos=None, positions=32_768,
-        heads=Heads(4, null_kv=False, dim=256, null_dim=False), windows=None, flags=WITH_BIASES,
-        rope=text_rope,
-        fixed={
-            "head_norms": True, "norm_offset": True, "gated_attention": True,
-        },
+        "qwen3_5_text", qwen3_5, heads=Heads(4, null_kv=False, dim=256, null_dim=False), **QWEN,
         gguf=(
             GGUF(
                 "qwen35", qwen35_in_gguf, rope="part", windows=False, parts=QWEN35, further=MTP,

@@ -196,12 +196,13 @@ def model_name(architecture: str, name: str, layers: int | None = None) -> str |
     layer, part = match.groups()
     if layer is None:
         return _renamed(OUTER, part)
-    further, of = 0 if layers is None else int(layer) - layers, IN_GGUF[architecture][1]
-    found = _renamed(of.parts, part)
-    if layers is None or not of.further or further < 0:
-        return None if found is None else f"model.layers.{int(layer)}.{found}"
-    outer = _renamed(of.further, part) if further == 0 else None
-    return f"mtp.{outer}" if outer else None if found is None else f"mtp.layers.{further}.{found}"
+    of = IN_GGUF[architecture][1]
+    found, place = _renamed(of.parts, part), f"model.layers.{int(layer)}"
+    if of.further and layers is not None and (behind := int(layer) - layers) >= 0:
+        place = f"mtp.layers.{behind}"
+        if behind == 0 and (outer := _renamed(of.further, part)) is not None:
+            found, place = outer, "mtp"
+    return None if found is None else f"{place}.{found}"
 
 
 def _renamed(names: Mapping[str, str], part: str) -> str | None:
@@ -230,7 +231,7 @@ def file_name(architecture: str, name: str) -> str:
 
 def part_of(name: str) -> str:
     """Return the part of a layer that a tensor of a file belongs to: "ssm_dt" of "blk.0.ssm_dt.bias"."""
-    return name.split(".")[2] if name.startswith("blk.") else ""
+    return [*name.split("."), "", ""][2] if name.startswith("blk.") else ""
 
 
 def is_further_alone(model: GGUFModel) -> bool:
