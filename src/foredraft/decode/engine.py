@@ -284,6 +284,8 @@ class Engine:
         if result.drafter_nonfinite:
             assert drafter is not None
             reset_drafter(sequence, self.drafters[drafter], self.cache)
+        if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
+            self._settle_states(sequence)
         return None if sequence.finish is None else (sequence.finish, sequence.failure)
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
@@ -335,6 +337,20 @@ class Engine:
                 drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
 
+    def _settle_states(self, sequence: Sequence) -> None:
+        """Go back to a snapshot where a ban cut the text below its states, or else keep another one."""
+        length, whole = len(sequence.tokens) - 1, self._whole_caches(sequence)
+        if all(cache.base(sequence.row) <= length for cache in self.rows.recurrent):
+            self.rows.keep_snapshot(sequence, whole)
+            return
+        for name in sequence.drafters:  # they join again once the row has the text
+            self.drafters[name].leave(sequence)
+        for cache in self.rows.caches:
+            if cache not in whole:
+                cache.lengths[sequence.row] = 0
+        self.rows.cut(sequence, length)
+        sequence.state = State.PREFILLING
+
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         with self.observer.phase("prefill"), operators_alone(self._by_kernels):
@@ -343,7 +359,7 @@ class Engine:
                 start = self.cache.lengths[sequence.row]
                 drafters = [self.drafters[name] for name in sequence.drafters]
                 reads = not self.policy_of(sequence).uses_costs
-                finite = start == len(sequence.prompt) - 1 or prefill_chunk(
+                finite = start == len(sequence.tokens) - 1 or prefill_chunk(
                     sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
                 )
                 self._keep_prefix(sequence)
@@ -353,8 +369,10 @@ class Engine:
         self.scheduler.count_chunk(sequence, self.cache.lengths[sequence.row] - start)
         if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
-        elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
+        elif self.cache.lengths[sequence.row] == len(sequence.tokens) - 1:
             sequence.state = State.RUNNING
+            if sequence.group is not None or sequence.params.takes_back:
+                self.rows.keep_snapshot(sequence, self._whole_caches(sequence))
             self._start([sequence])
 
     def _restore_prefix(self, sequence: Sequence) -> None:
@@ -364,7 +382,7 @@ class Engine:
             return
         readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
         needed = [self.cache, *(cache for drafter in readers for cache in drafter.caches)]
-        caches, tokens = self._prompt_caches(sequence), sequence.prompt[:-1]
+        caches, tokens = self._whole_caches(sequence), sequence.prompt[:-1]
         sequence.prefix = self.prefix_cache.restore(
             sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed
         )
@@ -375,11 +393,11 @@ class Engine:
         if self.prefix_cache is not None and length == before.end + self.target.chunk:
             chunk = sequence.prompt[before.end : length]
             sequence.prefix = self.prefix_cache.keep(
-                before, chunk, self._prompt_caches(sequence), sequence.row
+                before, chunk, self._whole_caches(sequence), sequence.row
             )
 
-    def _prompt_caches(self, sequence: Sequence) -> list[KVCache]:
-        """Return the caches whose rows hold the prompt from its first token on, the target's first."""
+    def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
+        """Return the caches whose rows hold a text from its first token on, the target's first."""
         drafters = [self.drafters[name] for name in sequence.drafters]
         own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
         return list(dict.fromkeys([self.cache, *own]))
@@ -388,7 +406,7 @@ class Engine:
         """Take the row that a sequence gives up for another one. Its drafters join again with a row."""
         sequence = self.scheduler.to_park
         if sequence is not None:
-            caches = self._prompt_caches(sequence)
+            caches = self._whole_caches(sequence)
             for name in sequence.drafters:
                 self.drafters[name].settle(sequence)
                 self.drafters[name].leave(sequence)
