@@ -362,7 +362,8 @@ class Engine:
                 finite = start == len(sequence.tokens) - 1 or prefill_chunk(
                     sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
                 )
-                self._keep_prefix(sequence)
+                if not sequence.started:
+                    self._keep_prefix(sequence)
             except torch.OutOfMemoryError as error:
                 self.fail(sequence, memory_message(error))
                 return
@@ -378,23 +379,28 @@ class Engine:
     def _restore_prefix(self, sequence: Sequence) -> None:
         """Copy what is kept of a prompt that is about to be read, unless the request needs its scores."""
         scored = sequence.params.prompt_logprobs is not None
-        if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
+        if self.prefix_cache is None or self.cache.lengths[sequence.row] or sequence.prefix.end or scored:
             return
         readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
         needed = [self.cache, *(cache for drafter in readers for cache in drafter.caches)]
         caches, tokens = self._whole_caches(sequence), sequence.prompt[:-1]
         sequence.prefix = self.prefix_cache.restore(
-            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed
-        )
-        sequence.cached = sequence.prefix.end
+            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed,
+            anywhere=self._by_kernels,
+        )  # fmt: skip
+        sequence.cached = self.cache.lengths[sequence.row]
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        before, length = sequence.prefix, self.cache.lengths[sequence.row]
-        if self.prefix_cache is not None and length == before.end + self.target.chunk:
-            chunk = sequence.prompt[before.end : length]
-            sequence.prefix = self.prefix_cache.keep(
-                before, chunk, self._whole_caches(sequence), sequence.row
-            )
+        """Keep what a row has of a text, after each chunk of the prompt and at the end of the reply."""
+        if self.prefix_cache is None:
+            return
+        last = len(sequence.prompt) - 1
+        # operators give other bits in rounds than in chunks, and in parts of chunks
+        length = min(self.cache.lengths[sequence.row], len(sequence.tokens) - 1 if self._by_kernels else last)
+        sequence.prefix = self.prefix_cache.keep(
+            sequence.prefix, sequence.tokens[:length], self._whole_caches(sequence), sequence.row,
+            self.target.chunk, last, ends=self._by_kernels and length >= last,
+        )  # fmt: skip
 
     def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
         """Return the caches whose rows hold a text from its first token on, the target's first."""
@@ -426,6 +432,12 @@ class Engine:
             sequence.ended = sequence.paused_at or time.perf_counter()
         if finish is Finish.ERROR:
             sequence.cache_finite = False
+        sound = sequence.state is State.RUNNING and sequence.cache_finite
+        if self.prefix_cache is not None and self._by_kernels and sound:
+            with contextlib.suppress(torch.OutOfMemoryError):  # the reply goes without
+                for name in sequence.drafters:
+                    self.drafters[name].settle(sequence)
+                self._keep_prefix(sequence)
         if sequence.row >= 0:
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)

@@ -3,9 +3,9 @@ contained.
 
 Prefill reads a prompt chunk by chunk, all but its last token, and scores it: a token's distribution is the
 one that it would have been drawn from if the prompt had ended before it. What a rollback leaves behind a
-prompt is read again where recurrent layers need it, by passes like those that read it first. Non-finite values
-harm their own request alone, and only if plain decoding meets them too. A round that runs out of a GPU's
-memory has committed nothing: one request ends.
+prompt is read again where recurrent layers need it, by passes like those that read it first. Non-finite
+values harm their own request alone, and only if plain decoding meets them too. A round that runs out of a
+GPU's memory has committed nothing: one request ends.
 """
 
 from __future__ import annotations
