@@ -1,7 +1,7 @@
 """Count what an agent's session reads: tokens that each turn computes, per token that is new in it.
 
-A session begins with a system prompt; each turn adds a message and the model's reply, and asks with all of it.
-A template may leave out of the history what ends a prompt (`--opening`, such as an opened thought), and a
+A session begins with a system prompt; each turn adds a message and the model's reply, and asks with all of
+it. A template may leave out of the history what ends a prompt (`--opening`, such as an opened thought), and a
 client may change the reply (`--changed`, its last tokens). Nothing is timed, and the last line is JSON.
 
     python -m benchmarks.agent --turns 20 --tokens 16000
@@ -60,7 +60,7 @@ def session(llm: LLM, given: argparse.Namespace, opening: int, changed: int) -> 
 
 
 def main() -> None:
-    """Run a session as generated, one with an opening that templates leave out, and one with changed replies."""
+    """Run a session as generated, one with openings that are left out, and one with changed replies."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

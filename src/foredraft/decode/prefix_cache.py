@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
+from foredraft.decode.prefix_folder import PrefixFolder
 from foredraft.model.cache import KVCache, Span
 
 STATES = 2048  # tokens of a prompt from states that are kept to the next ones
@@ -48,12 +49,12 @@ NOTHING = Prefix()
 
 
 class Part(NamedTuple):
-    """A part of a text that is kept, of a chunk at most: keys and values, or the states at its end."""
+    """A part of a text that is kept, of a chunk at most."""
 
     key: bytes
     before: Prefix
     tokens: list[int]
-    of_states: bool
+    kind: str  # "values" are keys and values, "states" those at its end
     spans: dict[KVCache, Span]
 
     def shared(self, tokens: list[int]) -> int:
@@ -72,10 +73,10 @@ class Place(NamedTuple):
 
 
 class PrefixCache:
-    """Keeps parts of texts, the latest used ones."""
+    """Keeps parts of texts, the latest used ones, and all of them in a folder, where there is one."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.bytes, self.hits = most_bytes, 0, 0
+    def __init__(self, most_bytes: int, folder: PrefixFolder | None = None) -> None:
+        self.most_bytes, self.bytes, self.hits, self.folder = most_bytes, 0, 0, folder
         self._parts: OrderedDict[bytes, Part] = OrderedDict()
         self._after: dict[bytes, dict[bytes, Part]] = {}  # by digest of what comes before, and by key
 
@@ -83,7 +84,7 @@ class PrefixCache:
         self,
         prefix: Prefix,
         tokens: list[int],
-        caches: Iterable[KVCache],
+        caches: Collection[KVCache],
         row: int,
         chunk: int,
         needed: Collection[KVCache],
@@ -96,16 +97,20 @@ class PrefixCache:
         """
         ends, path = [prefix], list[Part]()
         while prefix.end + chunk <= len(tokens):
+            whole = self._find(prefix, tokens[prefix.end : prefix.end + chunk], "values", caches)
             prefix = _longer(prefix, tokens[prefix.end : prefix.end + chunk])
-            whole = self._parts.get(prefix.digest)
-            if whole is None or not whole.spans.keys() >= {*needed}:
+            if not whole.spans.keys() >= {*needed}:
                 break
             ends.append(prefix)
             path.append(whole)
+        for cache in caches:
+            self._fetch(ends[-1:], tokens, "values", cache)
+            if cache.recurrent is not None:
+                self._fetch(ends[::-1], tokens, "states", cache)
         if anywhere:
-            tails = [part for part in self._parts_after(ends[-1]) if part.spans.keys() >= {*needed}]
+            tails = [part for part in self._parts_after(ends[-1], "values") if part.spans.keys() >= {*needed}]
             path += sorted(tails, key=lambda tail: tail.shared(tokens))[-1:]
-        states = [part for end in ends for part in self._parts_after(end, of_states=True)]
+        states = [part for end in ends for part in self._parts_after(end, "states")]
         places = {cache: list(_places(cache, path, states, tokens)) for cache in caches}
 
         def fits(position: int) -> bool:
@@ -122,6 +127,7 @@ class PrefixCache:
                 cache.put_back(replace(part.spans[cache], row=row))
             self._touch(best.states)
         self._touch(path[-1] if path else None)
+        self._shrink()
         self.hits += stop
         return ends[stop // chunk]._replace(departs=ends[-1].end)
 
@@ -132,41 +138,50 @@ class PrefixCache:
         """Keep what a row holds of a text whose prompt goes to `last`; ends: not only its whole chunks."""
         while prefix.end + chunk <= len(tokens):
             part = tokens[prefix.end : prefix.end + chunk]
-            self._add(prefix, part, caches, row)
+            self._add(prefix, part, "values", caches, row)
             prefix = _longer(prefix, part)
         rest, stop = tokens[prefix.end :], len(tokens)
         if ends and rest:
-            self._add(prefix, rest, caches, row)
+            self._add(prefix, rest, "values", caches, row)
         if ends or (not rest and (stop > last - chunk or stop % STATES == 0 or stop == prefix.departs)):
             recurrent = [cache for cache in caches if cache.recurrent is not None]
-            self._add(prefix, rest, recurrent, row, of_states=True)
+            self._add(prefix, rest, "states", recurrent, row)
         return prefix
 
-    def _add(
-        self,
-        before: Prefix,
-        tokens: list[int],
-        caches: Iterable[KVCache],
-        row: int,
-        *,
-        of_states: bool = False,
-    ) -> None:
+    def _add(self, before: Prefix, tokens: list[int], kind: str, caches: Iterable[KVCache], row: int) -> None:
         """Keep of a text what the part of these tokens lacks."""
-        end = _longer(before, tokens)
-        key = _longer(end, []).digest if of_states else end.digest
-        part = self._parts.get(key) or Part(key, before, tokens, of_states, {})
+        part, of_states = self._part(before, tokens, kind), kind == "states"
         for cache in caches:
-            stop = min(end.end, cache.lengths[row])
+            stop = min(before.end + len(tokens), cache.lengths[row])
             start, old = stop if of_states else before.end, part.spans.get(cache)
             if stop <= (0 if old is None else old.stop) or start > stop:
                 continue
             span = cache.take(row, start, stop, states=of_states)
             if bool(span.states) == of_states:
-                part.spans[cache] = span
-                self.bytes += span.bytes - (0 if old is None else old.bytes)
-        if part.spans:
-            self._parts[key] = self._after.setdefault(before.digest, {})[key] = part
-            self._touch(part)
+                self._hold(part, cache, span)
+                if self.folder is not None:
+                    self.folder.write(cache, before.digest, kind, len(tokens), part.key, span)
+        self._shrink()
+
+    def close(self) -> None:
+        """Wait until everything is in the folder."""
+        if self.folder is not None:
+            self.folder.close()
+
+    def _part(self, before: Prefix, tokens: list[int], kind: str) -> Part:
+        """Return what is kept of a part in memory, perhaps nothing."""
+        end = _longer(before, tokens)
+        key = end.digest if kind == "values" else _longer(end, []).digest
+        return self._parts.get(key) or Part(key, before, tokens, kind, {})
+
+    def _hold(self, part: Part, cache: KVCache, span: Span) -> None:
+        old = part.spans.get(cache)
+        self.bytes += span.bytes - (0 if old is None else old.bytes)
+        part.spans[cache] = span
+        self._parts[part.key] = self._after.setdefault(part.before.digest, {})[part.key] = part
+        self._touch(part)
+
+    def _shrink(self) -> None:
         while self.bytes > self.most_bytes:
             _, oldest = self._parts.popitem(last=False)
             self.bytes -= sum(span.bytes for span in oldest.spans.values())
@@ -175,9 +190,26 @@ class PrefixCache:
             if not others:
                 del self._after[oldest.before.digest]
 
-    def _parts_after(self, prefix: Prefix, *, of_states: bool = False) -> list[Part]:
-        parts = self._after.get(prefix.digest, {}).values()
-        return [part for part in parts if part.of_states == of_states]
+    def _parts_after(self, prefix: Prefix, kind: str) -> list[Part]:
+        return [part for part in self._after.get(prefix.digest, {}).values() if part.kind == kind]
+
+    def _find(self, before: Prefix, tokens: list[int], kind: str, caches: Iterable[KVCache]) -> Part:
+        """Return what is kept of a part, in memory or else in the folder."""
+        part = self._part(before, tokens, kind)
+        if self.folder is not None:
+            for cache in [cache for cache in caches if cache not in part.spans]:
+                span = self.folder.read(cache, before.digest, kind, len(tokens), part.key)
+                if span is not None:
+                    self._hold(part, cache, span)
+        return part
+
+    def _fetch(self, ends: Iterable[Prefix], tokens: list[int], kind: str, cache: KVCache) -> None:
+        """Take from the folder the longest part of a text that follows the first of these ends with any."""
+        for end in ends:
+            for count in () if self.folder is None else self.folder.counts(cache, end.digest, kind):
+                part = tokens[end.end : end.end + count]
+                if len(part) == count and cache in self._find(end, part, kind, [cache]).spans:
+                    return
 
     def _touch(self, part: Part | None) -> None:
         """Let a part be the latest used one, before it those without which it is not found."""
