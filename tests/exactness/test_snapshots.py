@@ -8,12 +8,17 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import foredraft
 from foredraft import LLM, Output
 from foredraft.decode.prefix_cache import Part, PrefixCache
 from foredraft.decode.scheduler import Rows
 from foredraft.llm.requests import Requests
+from foredraft.loading import options_for
+from foredraft.loading.capacity import Capacity
+from foredraft.loading.checkpoints import find_target
+from foredraft.loading.inspection import inspect_models
 from foredraft.model.cache import KVCache
 from foredraft.model.recurrent import RecurrentRows
 from tests.exactness.test_hybrids import GREEDY, SEEDED, TEXTS, drafts, folder, tokens_of
@@ -155,10 +160,27 @@ def test_states_are_kept_at_a_few_ends_alone() -> None:
         ends = sorted(
             part.before.end + len(part.tokens)
             for part in engine.prefix_cache._parts.values()
-            if part.of_states
+            if part.kind == "states"
         )
     assert lengths == [0, 599, 0, 256]
     assert ends == [256, 304, 324, 512, 512, 599, 619, 649, 669, 699, 719]
+
+
+def test_info_and_the_memory_plan_count_a_snapshot() -> None:
+    """As many bytes as are taken where a chunk ends, but for positions."""
+    [target] = inspect_models(folder(), device="cpu").models
+    llm = loaded()
+    with replaced(engine_of(llm), "prefix_cache", PrefixCache(1 << 30)):
+        llm.generate([TEXT[:513]], SHORT)
+        parts = engine_of(llm).prefix_cache._parts.values()  # type: ignore[union-attr]
+        [part] = [
+            part for part in parts if part.kind == "states" and (part.before.end, part.tokens) == (512, [])
+        ]
+    bases, logs, *_ = part.spans[engine_of(llm).cache].states
+    assert target.snapshot_bytes == bases.nbytes + logs.nbytes < target.state_bytes
+    checkpoint = find_target(options_for(folder(), device="cpu"))
+    row = Capacity(checkpoint, (), torch.device("cpu")).row_bytes(512)
+    assert row == KVCache.bytes_per_row(checkpoint.spec, 512, checkpoint.dtype) + target.snapshot_bytes
 
 
 def off(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,8 +2,8 @@
 
 A name has a digest of what comes before the part and of all else that its bits depend on, the number of its
 tokens, and a digest of these: so a part is looked up without reading files. A file begins with the digest of
-its name and content, and a broken or foreign one is not believed. One thread writes, and what was not used for
-longest goes first. No state of the folder is an error once it is open.
+its name and content, and a broken or foreign one is not believed. One thread writes, and what was not used
+for longest goes first. No state of the folder is an error once it is open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder in which a prefix cache keeps texts, and what tells one model's and one arithmetic's from others'."""
+"""Prefixes: the folder in which a load keeps beginnings of texts, and what their bits depend on."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Prefixes:
         self._target = _weights(target)
         given = [existing(place) or place for place in (options.draft, options.adapter) if place is not None]
         files = [file for place in given if isinstance(place, Path) for file in _files(place)]
-        self._drafting = [
-            [_weights(model) for found in assets for model in found.models],
-            [str(place) for place in given], options.draft_revision, [[str(file), *state(file)] for file in files],
-        ]  # fmt: skip
+        models = [_weights(model) for found in assets for model in found.models]
+        states = [[str(file), *state(file)] for file in files]
+        self._drafting = [models, [str(place) for place in given], options.draft_revision, states]
 
     def give(self, engine: Engine, runner: Runner) -> None:
         """Let an engine keep texts in the folder."""

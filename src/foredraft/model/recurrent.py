@@ -117,12 +117,17 @@ class RecurrentRows:
             part[:, row] = 0
 
 
-def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the memory of a row's bases and logs, in bytes."""
+def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype, entries: int = LOG) -> int:
+    """Return the memory of a row's bases and of so many entries of its logs, in bytes."""
     if spec.delta is None:
         return 0
-    layer = spec.delta.state * torch.float32.itemsize + LOG * spec.delta.entry * dtype.itemsize
+    layer = spec.delta.state * torch.float32.itemsize + entries * spec.delta.entry * dtype.itemsize
     return layer * len(spec.recurrent_layers)
+
+
+def snapshot_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the memory of a snapshot where a chunk of a prompt ends, in bytes."""
+    return 0 if spec.delta is None else recurrent_bytes(spec, dtype, spec.delta.taps - 1)
 
 
 def unfit_sizes(sizes: DeltaSizes) -> str | None:
