@@ -2,7 +2,8 @@
 
 A session begins with a system prompt; each turn adds a message and the model's reply, and asks with all of
 it. A template may leave out of the history what ends a prompt (`--opening`, such as an opened thought), and a
-client may change the reply (`--changed`, its last tokens). Nothing is timed, and the last line is JSON.
+client may change the reply (`--changed`, its last tokens): then what follows is new. Nothing is timed, and the
+last line is JSON.
 
     python -m benchmarks.agent --turns 20 --tokens 16000
 """
@@ -51,7 +52,8 @@ def session(llm: LLM, given: argparse.Namespace, opening: int, changed: int) -> 
         before = reads.tokens
         [output] = llm.generate([history + fresh], params)
         read.append(reads.tokens - before)
-        new.append(len(fresh) + (len(history) if len(read) == 1 else opening + changed))
+        behind = given.reply if opening else changed  # of the reply before, where its text departs
+        new.append(len(fresh) + (len(history) if len(read) == 1 else behind))
         reply = output.token_ids[: given.reply - changed] + tokens(changed)
         history += fresh[: len(fresh) - opening] + reply
     ratios = [round(one / other, 3) for one, other in zip(read, new, strict=True)]

@@ -136,7 +136,7 @@ def check_departures(native: bool = True, **more: Any) -> None:
                 [cold] = llm.generate([text], params)
             assert told([found]) == told([cold])
             assert bool(found.stats.drafted) == (params.drafter != "none")
-        assert engine.prefix_cache.hits == (12959 if native else 2560)
+        assert engine.prefix_cache.hits == (13030 if native else 2560)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -150,7 +150,7 @@ def test_so_may_texts_of_draft_models(draft: str) -> None:
 
 
 def test_states_are_kept_at_a_few_ends_alone() -> None:
-    """The last border of a prompt, its end and the reply's; where texts part, once the second was read."""
+    """The last border of a prompt, shortly before its end, its end and the reply's; where a second text departs."""
     llm = loaded()
     engine, lengths = engine_of(llm), list[int]()
     with replaced(engine, "prefix_cache", PrefixCache(1 << 30)):
@@ -163,7 +163,7 @@ def test_states_are_kept_at_a_few_ends_alone() -> None:
             if part.kind == "states"
         )
     assert lengths == [0, 599, 0, 256]
-    assert ends == [256, 304, 324, 512, 512, 599, 619, 649, 669, 699, 719]
+    assert ends == [256, 288, 304, 324, 512, 512, 583, 599, 619, 633, 649, 669, 683, 699, 719]
 
 
 def test_info_and_the_memory_plan_count_a_snapshot() -> None:

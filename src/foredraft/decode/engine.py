@@ -44,6 +44,8 @@ from foredraft.model.memory import upload
 from foredraft.model.runner import Forward, Runner
 from foredraft.workers import operators_alone
 
+# tokens at a prompt's end that a template may leave out of a history, as those of a thought
+OPENING = 16
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
 
 
@@ -360,8 +362,9 @@ class Engine:
                 drafters = [self.drafters[name] for name in sequence.drafters]
                 reads = not self.policy_of(sequence).uses_costs
                 finite = start == len(sequence.tokens) - 1 or prefill_chunk(
-                    sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
-                )
+                    sequence, self.target, self.cache, drafters, early=self._early(sequence),
+                    drafters_read=reads, vocab_ops=self.vocab_ops,
+                )  # fmt: skip
                 if not sequence.started:
                     self._keep_prefix(sequence)
             except torch.OutOfMemoryError as error:
@@ -397,10 +400,16 @@ class Engine:
         last = len(sequence.prompt) - 1
         # operators give other bits in rounds than in chunks, and in parts of chunks
         length = min(self.cache.lengths[sequence.row], len(sequence.tokens) - 1 if self._by_kernels else last)
+        ends = self._by_kernels and (length >= last or length == self._early(sequence))
         sequence.prefix = self.prefix_cache.keep(
             sequence.prefix, sequence.tokens[:length], self._whole_caches(sequence), sequence.row,
-            self.target.chunk, last, ends=self._by_kernels and length >= last,
+            self.target.chunk, last, ends=ends,
         )  # fmt: skip
+
+    def _early(self, sequence: Sequence) -> int:
+        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere."""
+        kept = self.prefix_cache is not None and self.rows.recurrent and self._by_kernels
+        return max(0, len(sequence.prompt) - 1 - OPENING) if kept else 0
 
     def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
         """Return the caches whose rows hold a text from its first token on, the target's first."""

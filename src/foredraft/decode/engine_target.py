@@ -130,15 +130,19 @@ def prefill_chunk(
     cache: KVCache,
     drafters: Seq[Drafter],
     *,
+    early: int,
     drafters_read: bool,
     vocab_ops: VocabOps,
 ) -> bool:
-    """Run the next chunk of a text through the target, and score a prompt where the request asks for it."""
+    """Run the next chunk of a text through the target, and score a prompt where the request asks for it.
+
+    A chunk of a prompt also ends at position `early`.
+    """
     row, start, stop = sequence.row, cache.lengths[sequence.row], len(sequence.tokens) - 1
     aux_layers = tuple(depth for drafter in drafters for depth in drafter.aux_layers)
     if is_prompt := start < len(sequence.prompt) - 1:
         stop = len(sequence.prompt) - 1
-        end = next_chunk(start, stop, target.chunk)
+        end = next_chunk(start, early if start < early else stop, target.chunk)
         forward = target.prefill(cache, row, sequence.prompt[start:end], start, aux_layers=aux_layers)
     else:
         end = min(start + target.max_queries, stop)
