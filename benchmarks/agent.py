@@ -2,8 +2,8 @@
 
 A session begins with a system prompt; each turn adds a message and the model's reply, and asks with all of
 it. A template may leave out of the history what ends a prompt (`--opening`, such as an opened thought), and a
-client may change the reply (`--changed`, its last tokens): then what follows is new. Nothing is timed, and the
-last line is JSON.
+client may change the reply (`--changed`, its last tokens): then what follows is new. Nothing is timed, and
+the last line is JSON.
 
     python -m benchmarks.agent --turns 20 --tokens 16000
 """
