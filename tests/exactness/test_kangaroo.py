@@ -196,7 +196,8 @@ def test_a_prefix_is_restored_with_the_adapters_part_of_it(llm: LLM) -> None:
             [output] = llm.generate([prompt], replace(GREEDY, drafter=drafter))
             hits.append(cache.hits - before)
             assert output.stats.accepted == output.stats.drafted
-        assert hits == [0, 0, 256, 256]
+        kept = 299 if llm.loaded.runner.by_kernels else 256  # of 300 tokens, by operators whole chunks
+        assert hits == [0, 0, kept, kept]
     finally:
         llm.loaded.engine.prefix_cache = None
 

@@ -78,18 +78,39 @@ def test_texts_and_scores_are_the_same_to_the_bit(llm: LLM, ids: list[int], opti
 def test_the_output_says_what_was_cached(llm: LLM, ids: list[int]) -> None:
     engine_of(llm).prefix_cache = PrefixCache(1 << 30)
     cached = [llm.generate([prompt], max_new_tokens=1)[0].cached_tokens for prompt in prompts_of(ids)]
-    assert cached == [0, 2 * CHUNK, 2 * CHUNK, CHUNK, 0, CHUNK, 0, 2 * CHUNK, 0]
+    assert cached == [0, 699, 600, 300, 100, CHUNK, CHUNK - 1, 2 * CHUNK, 0]
+
+
+def test_operators_resume_at_the_ends_of_chunks(ids: list[int], tmp_path: Path) -> None:
+    big = save_pair(tmp_path) / "big"
+    llm = foredraft.load(big, device="cpu", max_batch=2, max_length=1024, kernels=False, drafter="none")
+    want = [run(llm, [prompt]) for prompt in prompts_of(ids)]
+    engine_of(llm).prefix_cache = PrefixCache(1 << 30)
+    assert [run(llm, [prompt]) for prompt in prompts_of(ids)] == want
+    cached = [llm.generate([prompt], max_new_tokens=1)[0].cached_tokens for prompt in prompts_of(ids)]
+    assert cached == [2 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK, 0, CHUNK, 0, 2 * CHUNK, 2 * CHUNK]
+    llm.close()
+
+
+def test_a_reply_is_kept_to_its_end(llm: LLM, ids: list[int]) -> None:
+    engine_of(llm).prefix_cache = PrefixCache(1 << 30)
+    greedy: Any = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    [reply] = llm.generate([ids[:300]], **greedy)
+    [goes_on] = llm.generate([[*ids[:300], *reply.token_ids, *ids[300:310]]], **greedy)
+    [departs] = llm.generate([[*ids[:300], *reply.token_ids[:30], 5, 6]], **greedy)
+    assert (goes_on.cached_tokens, departs.cached_tokens) == (339, 330)
 
 
 def test_the_memory_is_bounded_and_the_oldest_chunks_go(llm: LLM, ids: list[int]) -> None:
     cache = engine_of(llm).prefix_cache = PrefixCache(1 << 30)
     llm.generate([ids[:700]], max_new_tokens=1)
-    small = engine_of(llm).prefix_cache = PrefixCache(cache.bytes)  # two chunks
+    small = engine_of(llm).prefix_cache = PrefixCache(cache.bytes)  # two texts of half the length
     for first in range(5, 10):
         llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)
         assert 0 < small.bytes <= small.most_bytes
     again = [llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)[0] for first in (9, 8, 5)]
-    assert [output.cached_tokens for output in again] == [CHUNK, CHUNK, 0]
+    assert [output.cached_tokens for output in again] == [CHUNK + 3, CHUNK + 3, 0]
+    assert sum(span.bytes for part in small._parts.values() for span in part.spans.values()) == small.bytes
     none = engine_of(llm).prefix_cache = PrefixCache(1)
     llm.generate([ids[:700]], max_new_tokens=1)
     assert none.bytes == 0
@@ -102,13 +123,14 @@ def test_a_digest_of_a_chunk_is_caught(llm: LLM, ids: list[int], monkeypatch: py
 
         return mutated
 
-    def check_swapped() -> None:
-        swapped = [*ids[CHUNK : 2 * CHUNK], *ids[:CHUNK], 5, 6]
-        want = run(llm, [swapped], drafter="none")
+    def check_other_beginning() -> None:
+        other = [*ids[:CHUNK][::-1], *ids[CHUNK : 2 * CHUNK], 5, 6]
+        want = run(llm, [other], drafter="none")
         engine_of(llm).prefix_cache = PrefixCache(1 << 30)
         run(llm, [ids[:700]], drafter="none")
-        assert run(llm, [swapped], drafter="none") == want
+        for _ in range(2):
+            assert run(llm, [other], drafter="none") == want
 
-    check_swapped()
+    check_other_beginning()
     engine_of(llm).prefix_cache = None
-    assert_caught(defect("chunks alone", prefix_cache._longer, alone, check_swapped), monkeypatch)
+    assert_caught(defect("chunks alone", prefix_cache._longer, alone, check_other_beginning), monkeypatch)

@@ -26,6 +26,7 @@ from foredraft.cli.options import (
     DraftOptions,
     ModelOptions,
     OutputOptions,
+    PrefixOptions,
     SamplingOptions,
     TextsOptions,
     check_drafting_options,
@@ -64,6 +65,7 @@ def generate(
     model: ModelOptions = NONE,
     drafting: DraftOptions = NONE,
     texts: TextsOptions = NONE,
+    prefixes: PrefixOptions = NONE,
     sampling: SamplingOptions = NONE,
     constraints: ConstraintOptions = NONE,
     chat: ChatOptions = ChatOptions(),
@@ -98,7 +100,9 @@ def generate(
         return max(samples, 1), max(length, CONVERSATION) if interactive or is_open else length
 
     with ProgressBars() as bars:
-        llm = load_for(needs, model.get("model"), **load_options(model, drafting), progress=bars.show)
+        llm = load_for(
+            needs, model.get("model"), **load_options(model, drafting, prefixes), progress=bars.show
+        )
         job = GenerateJob(
             llm, text, llm.params(**options), samples, model.get("truncate"), output.show_special,
             trace=output.trace is not None,

@@ -125,6 +125,7 @@ def memory(found: Inspection, width: int | None) -> list[str]:
     rows.append((f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models)))
     if any(model.state_bytes for model in models):
         rows.append(("states of a text", *(in_gib(model.state_bytes) for model in models)))
+        rows.append(("a snapshot of them", *(in_gib(model.snapshot_bytes) for model in models)))
     coded = any(model.quantisation is not None for model in models)
     note = ["Quantised weights stay coded where the kernels read their format; the dtype is of the others."]
     expanded = [

@@ -116,8 +116,9 @@ DRAFTED = (
     }
     | derived("rollback")
 )
-# Not of commands that measure: those repeat their requests, and would copy the texts of the time before.
+# Not of commands that measure: those repeat their requests, and would find those of the time before.
 TEXTS = derived("recent_texts", "texts_file")
+PREFIXES = derived("prefix_folder")
 DRAFTER = {
     "drafter": _choice(
         DRAFTERS,
@@ -132,7 +133,7 @@ DRAFTER = {
     )
 }
 # What is neither of these, nor in another form here, is an option of the model.
-NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, *TEXTS, "policy_options", "progress"}
+NOT_BOUNDS = {*TARGET, *DRAFT, *DRAFTED, *DRAFTER, *TEXTS, *PREFIXES, "policy_options", "progress"}
 BOUNDS = {
     **derived(*(name for name in declared(LoadOptions) if name not in NOT_BOUNDS)),
     **derived("max_batch", default="as many as the command uses and memory allows"),
@@ -176,6 +177,7 @@ if TYPE_CHECKING:
     DraftingOptions: TypeAlias = Given
     DraftOptions: TypeAlias = Given
     TextsOptions: TypeAlias = Given
+    PrefixOptions: TypeAlias = Given
     SamplingOptions: TypeAlias = Given
 else:
     SourceOptions = section("SourceOptions", MODEL, SOURCE, ["model"])
@@ -185,6 +187,7 @@ else:
     DraftingOptions = section("DraftingOptions", DRAFTING, DRAFT | DRAFTED, ["draft"])
     DraftOptions = section("DraftOptions", DRAFTING, DRAFT | DRAFTED | DRAFTER, ["draft", "drafter"])
     TextsOptions = section("TextsOptions", DRAFTING, TEXTS)
+    PrefixOptions = section("PrefixOptions", MODEL, PREFIXES)
     SamplingOptions = section("SamplingOptions", SAMPLING, REQUEST, ["max_new_tokens", "temperature", "seed"])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cyclopts import Group
 
 from foredraft.arguments import declared
-from foredraft.cli.options import DraftOptions, ModelOptions, TextsOptions, load_options
+from foredraft.cli.options import DraftOptions, ModelOptions, PrefixOptions, TextsOptions, load_options
 from foredraft.cli.render import ProgressBars
 from foredraft.cli.sections import NONE, Given, derived, section
 from foredraft.errors import ConfigError
@@ -39,6 +39,7 @@ def serve(
     model: ModelOptions = NONE,
     drafting: DraftOptions = NONE,
     texts: TextsOptions = NONE,
+    prefixes: PrefixOptions = NONE,
 ) -> int:
     """Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.
 
@@ -57,7 +58,7 @@ def serve(
     loaded: list[foredraft.LLM] = []
 
     def load() -> foredraft.LLM:
-        options, kept = load_options(model, drafting, texts), settings.prefix_cache << 20
+        options, kept = load_options(model, drafting, texts, prefixes), settings.prefix_cache << 20
         with ProgressBars() as bars:
             loaded.append(load_for(None, model.get("model"), reserved=kept, **options, progress=bars.show))
         return loaded[0]

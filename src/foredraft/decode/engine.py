@@ -44,6 +44,8 @@ from foredraft.model.memory import upload
 from foredraft.model.runner import Forward, Runner
 from foredraft.workers import operators_alone
 
+# tokens at a prompt's end that a template may leave out of a history, as those of a thought
+OPENING = 16
 FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
 
 
@@ -284,6 +286,8 @@ class Engine:
         if result.drafter_nonfinite:
             assert drafter is not None
             reset_drafter(sequence, self.drafters[drafter], self.cache)
+        if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
+            self._settle_states(sequence)
         return None if sequence.finish is None else (sequence.finish, sequence.failure)
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
@@ -335,6 +339,20 @@ class Engine:
                 drafter.observe(sequence, base, states)
             drafter.rewind(sequence)
 
+    def _settle_states(self, sequence: Sequence) -> None:
+        """Go back to a snapshot where a ban cut the text below its states, or else keep another one."""
+        length, whole = len(sequence.tokens) - 1, self._whole_caches(sequence)
+        if all(cache.base(sequence.row) <= length for cache in self.rows.recurrent):
+            self.rows.keep_snapshot(sequence, whole)
+            return
+        for name in sequence.drafters:  # they join again once the row has the text
+            self.drafters[name].leave(sequence)
+        for cache in self.rows.caches:
+            if cache not in whole:
+                cache.lengths[sequence.row] = 0
+        self.rows.cut(sequence, length)
+        sequence.state = State.PREFILLING
+
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         with self.observer.phase("prefill"), operators_alone(self._by_kernels):
@@ -343,43 +361,58 @@ class Engine:
                 start = self.cache.lengths[sequence.row]
                 drafters = [self.drafters[name] for name in sequence.drafters]
                 reads = not self.policy_of(sequence).uses_costs
-                finite = start == len(sequence.prompt) - 1 or prefill_chunk(
-                    sequence, self.target, self.cache, drafters, drafters_read=reads, vocab_ops=self.vocab_ops
-                )
-                self._keep_prefix(sequence)
+                finite = start == len(sequence.tokens) - 1 or prefill_chunk(
+                    sequence, self.target, self.cache, drafters, early=self._early(sequence),
+                    drafters_read=reads, vocab_ops=self.vocab_ops,
+                )  # fmt: skip
+                if not sequence.started:
+                    self._keep_prefix(sequence)
             except torch.OutOfMemoryError as error:
                 self.fail(sequence, memory_message(error))
                 return
         self.scheduler.count_chunk(sequence, self.cache.lengths[sequence.row] - start)
         if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
-        elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
+        elif self.cache.lengths[sequence.row] == len(sequence.tokens) - 1:
             sequence.state = State.RUNNING
+            if sequence.group is not None or sequence.params.takes_back:
+                self.rows.keep_snapshot(sequence, self._whole_caches(sequence))
             self._start([sequence])
 
     def _restore_prefix(self, sequence: Sequence) -> None:
         """Copy what is kept of a prompt that is about to be read, unless the request needs its scores."""
         scored = sequence.params.prompt_logprobs is not None
-        if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
+        if self.prefix_cache is None or self.cache.lengths[sequence.row] or sequence.prefix.end or scored:
             return
         readers = [self.drafters[name] for name in sequence.drafters if self.drafters[name].aux_layers]
         needed = [self.cache, *(cache for drafter in readers for cache in drafter.caches)]
-        caches, tokens = self._prompt_caches(sequence), sequence.prompt[:-1]
+        caches, tokens = self._whole_caches(sequence), sequence.prompt[:-1]
         sequence.prefix = self.prefix_cache.restore(
-            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed
-        )
-        sequence.cached = sequence.prefix.end
+            sequence.prefix, tokens, caches, sequence.row, self.target.chunk, needed,
+            anywhere=self._by_kernels,
+        )  # fmt: skip
+        sequence.cached = self.cache.lengths[sequence.row]
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        before, length = sequence.prefix, self.cache.lengths[sequence.row]
-        if self.prefix_cache is not None and length == before.end + self.target.chunk:
-            chunk = sequence.prompt[before.end : length]
-            sequence.prefix = self.prefix_cache.keep(
-                before, chunk, self._prompt_caches(sequence), sequence.row
-            )
+        """Keep what a row has of a text, after each chunk of the prompt and at the end of the reply."""
+        if self.prefix_cache is None:
+            return
+        last = len(sequence.prompt) - 1
+        # operators give other bits in rounds than in chunks, and in parts of chunks
+        length = min(self.cache.lengths[sequence.row], len(sequence.tokens) - 1 if self._by_kernels else last)
+        ends = self._by_kernels and (length >= last or length == self._early(sequence))
+        sequence.prefix = self.prefix_cache.keep(
+            sequence.prefix, sequence.tokens[:length], self._whole_caches(sequence), sequence.row,
+            self.target.chunk, last, ends=ends,
+        )  # fmt: skip
 
-    def _prompt_caches(self, sequence: Sequence) -> list[KVCache]:
-        """Return the caches whose rows hold the prompt from its first token on, the target's first."""
+    def _early(self, sequence: Sequence) -> int:
+        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere."""
+        kept = self.prefix_cache is not None and self.rows.recurrent and self._by_kernels
+        return max(0, len(sequence.prompt) - 1 - OPENING) if kept else 0
+
+    def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
+        """Return the caches whose rows hold a text from its first token on, the target's first."""
         drafters = [self.drafters[name] for name in sequence.drafters]
         own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
         return list(dict.fromkeys([self.cache, *own]))
@@ -388,7 +421,7 @@ class Engine:
         """Take the row that a sequence gives up for another one. Its drafters join again with a row."""
         sequence = self.scheduler.to_park
         if sequence is not None:
-            caches = self._prompt_caches(sequence)
+            caches = self._whole_caches(sequence)
             for name in sequence.drafters:
                 self.drafters[name].settle(sequence)
                 self.drafters[name].leave(sequence)
@@ -408,6 +441,12 @@ class Engine:
             sequence.ended = sequence.paused_at or time.perf_counter()
         if finish is Finish.ERROR:
             sequence.cache_finite = False
+        sound = sequence.state is State.RUNNING and sequence.cache_finite
+        if self.prefix_cache is not None and self._by_kernels and sound:
+            with contextlib.suppress(torch.OutOfMemoryError):  # the reply goes without
+                for name in sequence.drafters:
+                    self.drafters[name].settle(sequence)
+                self._keep_prefix(sequence)
         if sequence.row >= 0:
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)

@@ -2,9 +2,10 @@
 contained.
 
 Prefill reads a prompt chunk by chunk, all but its last token, and scores it: a token's distribution is the
-one that it would have been drawn from if the prompt had ended before it. Non-finite values harm their own
-request alone, and only if plain decoding meets them too. A round that runs out of a GPU's memory has
-committed nothing: one request ends.
+one that it would have been drawn from if the prompt had ended before it. What a rollback leaves behind a
+prompt is read again where recurrent layers need it, by passes like those that read it first. Non-finite
+values harm their own request alone, and only if plain decoding meets them too. A round that runs out of a
+GPU's memory has committed nothing: one request ends.
 """
 
 from __future__ import annotations
@@ -129,16 +130,28 @@ def prefill_chunk(
     cache: KVCache,
     drafters: Seq[Drafter],
     *,
+    early: int,
     drafters_read: bool,
     vocab_ops: VocabOps,
 ) -> bool:
-    """Run the next chunk of a prompt through the target, and score it where the request asks for it."""
-    start, stop = cache.lengths[sequence.row], len(sequence.prompt) - 1
-    end = next_chunk(start, stop, target.chunk)
+    """Run the next chunk of a text through the target, and score a prompt where the request asks for it.
+
+    A chunk of a prompt also ends at position `early`.
+    """
+    row, start, stop = sequence.row, cache.lengths[sequence.row], len(sequence.tokens) - 1
     aux_layers = tuple(depth for drafter in drafters for depth in drafter.aux_layers)
-    forward = target.prefill(cache, sequence.row, sequence.prompt[start:end], start, aux_layers=aux_layers)
-    cache.lengths[sequence.row] = end
-    if sequence.params.prompt_logprobs is not None:
+    if is_prompt := start < len(sequence.prompt) - 1:
+        stop = len(sequence.prompt) - 1
+        end = next_chunk(start, early if start < early else stop, target.chunk)
+        forward = target.prefill(cache, row, sequence.prompt[start:end], start, aux_layers=aux_layers)
+    else:
+        end = min(start + target.max_queries, stop)
+        again = upload([sequence.tokens[start:end]], cache.device)
+        forward = target.forward(
+            cache, again, [start], first_row=row, aux_layers=aux_layers, want_logits=False
+        )
+    cache.lengths[row] = end
+    if is_prompt and sequence.params.prompt_logprobs is not None:
         scores = score_chunk(target.head, forward.hidden, sequence, start, vocab_ops)
         if scores is None:
             return False
@@ -150,5 +163,5 @@ def prefill_chunk(
             drafter.observe(sequence, start, states)
         fits = drafter.max_length is None or stop <= drafter.max_length  # else it can never draft here
         if drafters_read and fits and isinstance(drafter, AutoregressiveDrafter):
-            drafter.read(sequence, min(start, drafter.length(sequence)), end)
+            drafter.read(sequence, drafter.length(sequence), end)
     return True

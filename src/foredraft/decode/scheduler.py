@@ -12,7 +12,7 @@ another waits.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -51,27 +51,59 @@ class Shares:
         given.clear()
 
 
+APART = 64  # tokens from one snapshot of a text that a ban may take back to the next
+
+
 class Rows:
     """`sequences[r]` owns row r of every cache."""
 
     def __init__(self, caches: Iterable[KVCache]) -> None:
         unique = {id(cache): cache for cache in caches}  # a self-drafter shares the target's
         self.caches = list(unique.values())
+        self.recurrent = [cache for cache in self.caches if cache.recurrent is not None]
         self.capacity = min(cache.rows for cache in self.caches)
-        # whether a row may go back to an earlier position, which the states of recurrent layers do not
-        self.can_be_cut = all(cache.recurrent is None for cache in self.caches)
         self.sequences: list[Sequence] = []
 
     def add(self, sequence: Sequence, donor: Sequence | None = None) -> None:
         """Give the sequence the next free row; with a donor, its prompt's cache rows are copied."""
         assert len(self.sequences) < self.capacity
-        sequence.row = len(self.sequences)
+        sequence.row, shared = len(self.sequences), len(sequence.prompt) - 1
         self.sequences.append(sequence)
         for cache in self.caches:
             if donor is None:
                 cache.lengths[sequence.row] = 0
             else:
-                cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
+                cache.copy_row(donor.row, sequence.row, min(cache.lengths[donor.row], shared))
+        if donor is not None:
+            self.cut_to_prompt(sequence, donor)
+
+    def cut_to_prompt(self, choice: Sequence, donor: Sequence) -> None:
+        """Leave in a row what another choice shares with its donor: the prompt but for its last token."""
+        choice.snapshots = donor.snapshots
+        self.cut(choice, len(choice.prompt) - 1)
+
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Cut a row to a length at most; where states are beyond it, to the last snapshot before it."""
+        row, kept = sequence.row, sequence.snapshots
+        sequence.snapshots = {cache: [s for s in spans if s.stop <= length] for cache, spans in kept.items()}
+        for cache in self.caches:
+            cache.lengths[row] = min(cache.lengths[row], length)
+        for cache in self.recurrent:
+            if cache.base(row) > cache.lengths[row]:
+                spans = sequence.snapshots.get(cache)
+                if spans:
+                    cache.put_back(replace(spans[-1], row=row))
+                cache.lengths[row] = spans[-1].stop if spans else 0
+
+    def keep_snapshot(self, sequence: Sequence, caches: Collection[KVCache]) -> None:
+        """Keep the states of a row that may be cut: where the prompt ends, and some tokens further on."""
+        row, settled = sequence.row, len(sequence.prompt) - 1 + sequence.settled
+        for cache in filter(caches.__contains__, self.recurrent):
+            spans, length = sequence.snapshots.setdefault(cache, []), cache.lengths[row]
+            if length >= (spans[-1].stop + APART if spans else 1):
+                spans.append(cache.take(row, length, length))
+            while len(spans) > 2 and spans[2].stop <= settled:
+                del spans[1]
 
     def remove(self, sequence: Sequence) -> None:
         """Free the row; the last row moves into it. One that may hold NaN, which no mask hides, is zeroed."""
@@ -88,11 +120,6 @@ class Rows:
         if last is not sequence:
             last.row = row
             self.sequences[row] = last
-
-
-def _prompt_rows(cache: KVCache, donor: Sequence, sequence: Sequence) -> int:
-    """Return how many of the donor's positions another choice shares: the prompt but for its last token."""
-    return min(cache.lengths[donor.row], len(sequence.prompt) - 1)
 
 
 # Of so many chunks, one goes to the prompt that came first. Short prompts lose one pass in so many to a long
@@ -152,10 +179,7 @@ class Scheduler:
     def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
         """Let a sequence wait without a row; host memory keeps what these caches hold of it."""
         spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
-        sequence.parked = {
-            cache: replace(span, parts=tuple(part.cpu() for part in span.parts))
-            for cache, span in spans.items()
-        }
+        sequence.parked = {cache: span.on_host() for cache, span in spans.items()}
         self.rows.remove(sequence)
         sequence.state = State.WAITING
         self._parked.add(sequence)
@@ -173,8 +197,7 @@ class Scheduler:
             for cache, span in (parked or {}).items():
                 cache.put_back(replace(span, row=sequence.row))
                 cache.lengths[sequence.row] = span.stop
-            fresh = donor is not None or len(sequence.prompt) == 1
-            was_read = fresh if parked is None else sequence.started > 0
+            was_read = self.rows.caches[0].lengths[sequence.row] == len(sequence.tokens) - 1
             sequence.state = State.RUNNING if was_read else State.PREFILLING
             if was_read:
                 ready.append(sequence)
@@ -211,13 +234,12 @@ class Scheduler:
             return None
         if state is State.RUNNING and sequence.cache_finite and self._queues:
             choice = self._next
-            fresh = choice is not None and choice.parked is None and self.rows.can_be_cut
+            fresh = choice is not None and choice.parked is None
             if choice is not None and fresh and choice.group == sequence.group is not None:
                 self._unqueue(choice)
-                for cache in self.rows.caches:  # the row holds the choice's prompt already
-                    cache.lengths[sequence.row] = _prompt_rows(cache, sequence, choice)
                 choice.row, sequence.row, choice.state = sequence.row, -1, State.RUNNING
                 self.rows.sequences[choice.row] = choice
+                self.rows.cut_to_prompt(choice, sequence)  # the row holds the choice's prompt already
                 return choice
         self.rows.remove(sequence)
         return None
@@ -265,7 +287,7 @@ class Scheduler:
 
     def _length(self, sequence: Sequence) -> float:
         """Return the unread tokens of a prompt, with those that its client has had more than others."""
-        unread = len(sequence.prompt) - 1 - self.rows.caches[0].lengths[sequence.row]
+        unread = len(sequence.tokens) - 1 - self.rows.caches[0].lengths[sequence.row]
         return unread + min(unread, max(0, self.shares.lead(sequence.client)))
 
     @property
@@ -273,6 +295,6 @@ class Scheduler:
         return len(self.rows.sequences) == self.rows.capacity
 
     def _donor(self, sequence: Sequence) -> Sequence | None:
-        if sequence.group is None or not self.rows.can_be_cut:
+        if sequence.group is None:
             return None
         return next((s for s in self.rows.sequences if s.group == sequence.group), None)

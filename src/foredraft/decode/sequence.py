@@ -108,6 +108,7 @@ class Sequence:
     error: str | None = None  # what failed, where `finish` is ERROR
     row: int = -1  # owned by rows.py
     parked: dict[KVCache, Span] | None = None  # what its row held, while it has none between two rounds
+    snapshots: dict[KVCache, list[Span]] = field(default_factory=dict)  # states to which its row may go back
     paused_at: float | None = None  # monotonic clock: since when it takes no part in rounds
     rounds: list[Round] = field(default_factory=list)
     round_count: int = 0  # part of the noise key; never goes back
@@ -139,7 +140,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Return whether its first round has begun, or may at once, and its last one has not ended."""
-        return self.state is State.RUNNING or (self.parked is not None and self.started > 0)
+        return self.state is not State.FINISHED and self.started > 0
 
     @property
     def new_ids(self) -> list[int]:

@@ -30,6 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 CODES = Choice(names=("int4", "int8"))  # weights of few bits
 MAX_MIB = 2**30  # of memory: far more than any machine has
+PREFIX_MIB = 512  # of memory for beginnings of texts, where the user does not say how much
 MAX_THREADS = 1024  # more is a slip of the pen: the largest machines have some hundreds of cores
 THREADS = Whole(f"a whole number from 1 to {MAX_THREADS:,}", least=1, most=MAX_THREADS)
 
@@ -106,6 +107,10 @@ class LoadOptions:
         max_length: Positions of each sequence, for prompt and output together. Default: the model's; where 8
             sequences do not fit into memory, the positions are halved until they do, but not below 4096, and
             where not even one sequence (or `max_batch` of them) fits, further, down to 512.
+        prefix_folder: A folder for the beginnings of texts that were read: later requests, and later loads of
+            the same model, go on from there. It takes up to a quarter of what is free on its disk, and the
+            oldest go first. In memory, 512 MiB hold what was used last; on a server, `prefix_cache` says how
+            much. Default: none.
         deterministic: Make passes of all shapes give the same bits, so that greedy output is bit-identical
             for every drafter and every batch.
         compile: Fuse the operators between the products of each layer with `torch.compile`. It needs a
@@ -147,6 +152,7 @@ class LoadOptions:
     device: str | None = declare(None, Value())
     max_batch: int | None = declare(None, _count(), elsewhere="max_num_seqs parallel -np")
     max_length: int | None = declare(None, _count(), elsewhere="max_model_len ctx_size -c")
+    prefix_folder: str | Path | None = declare(None, Source("a folder"))
     deterministic: bool = declare(True, Flag())
     compile: bool = declare(False, Flag())
     kernels: bool | None = declare(None, Flag())

@@ -321,6 +321,8 @@ class LLM:
             return
         thread.closed = True
         thread.stop()
+        if thread.engine.prefix_cache is not None:
+            thread.engine.prefix_cache.close()
         on_gpu = thread.engine.device.type == "cuda"
         del thread
         gc.collect()  # parts of an engine may refer to each other

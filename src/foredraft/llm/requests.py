@@ -173,11 +173,6 @@ class Requests:
                     raise RequestError(
                         f"names token {token}", option=name, remedy=f"give ids from 0 to {size - 1}"
                     )
-        if params.ban and params.ban_mode == "rollback" and not self.loaded.engine.rows.can_be_cut:
-            raise RequestError(
-                "but recurrent layers, of the model or of its draft model, cannot take text back",
-                option="ban_mode", value=params.ban_mode, remedy=("give ", Option("ban_mode", "mask")),
-            )  # fmt: skip
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > size:

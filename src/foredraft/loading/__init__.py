@@ -14,7 +14,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.drafters.asset import Parts
 from foredraft.errors import ConfigError, Option
-from foredraft.kinds.load_options import LoadOptions
+from foredraft.kinds.load_options import PREFIX_MIB, LoadOptions
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading.capacity import CacheLimits, CacheSize, Capacity
@@ -28,6 +28,7 @@ from foredraft.loading.checkpoints import (
     make_policy,
 )
 from foredraft.loading.machine_limits import settle_threads, use_threads
+from foredraft.loading.prefixes import Prefixes
 from foredraft.loading.runners import check_compile, find_device, make_runners
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.runner import Runner
@@ -110,6 +111,9 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     rows = positions = None
     if needs is not None:
         rows, positions = needs(target.tokenizer, params)
+    prefixes = None
+    if options.prefix_folder is not None:
+        prefixes, reserved = Prefixes(options, target, drafting.found.values()), reserved or PREFIX_MIB << 20
     capacity = Capacity(target, drafting.found.values(), device, options.allows_kernels, reserved)
     size = capacity.cache_size(CacheLimits(options.max_batch, options.max_length, rows, positions))
     _loads.note(threads.number)
@@ -120,6 +124,8 @@ def _assembled(options: LoadOptions, needs: Needs | None, reserved: int) -> LLM:
     profiled = 0.0
     if drafting.drafter != "none":
         profiled = use_profile(engine, lambda done, total: options.report("profile", done, total))
+    if prefixes is not None:
+        prefixes.give(engine, runner)
     release_workers()  # another thread may decode
     loaded = Loaded(
         engine=engine,

@@ -18,6 +18,7 @@ from foredraft.loading.machine_limits import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import as_gib, dtype_name
+from foredraft.model.recurrent import snapshot_bytes
 from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.weights import weight_bytes
 
@@ -115,7 +116,9 @@ class Capacity:
             for model in self.models:
                 values = 4 * model.spec.hidden_size + 3 * model.spec.intermediate_size
                 states += _PADDED_COLUMNS * values * model.dtype.itemsize
-        return own + logits + states + sum(found.row_bytes(positions) for found in self.assets)
+        # of the prompt's end, for samples that begin later
+        snapshots = sum(snapshot_bytes(model.spec, model.dtype) for model in self.models)
+        return own + logits + states + snapshots + sum(found.row_bytes(positions) for found in self.assets)
 
     def _positions(self, limits: CacheLimits, budget: int) -> int:
         """Return the positions of a row where the user does not give them: as many as fit."""

@@ -29,7 +29,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import Checkpoint
 from foredraft.model.memory import dtype_name
 from foredraft.model.quantisation.codes import BITS
-from foredraft.model.recurrent import recurrent_bytes
+from foredraft.model.recurrent import recurrent_bytes, snapshot_bytes
 from foredraft.model.runner import unserved_because
 from foredraft.model.source import weights_to_come
 from foredraft.model.weights import expanded_bytes, load_decoder, parameter_count
@@ -71,6 +71,7 @@ class ModelInfo:
     expanded_bytes: Mapping[str, int]  # of formats whose weights are expanded to the dtype
     cache_bytes: int  # bytes of the keys and values of `CACHED_TOKENS` tokens
     state_bytes: int  # bytes of the states and logs of recurrent layers, for each text of any length
+    snapshot_bytes: int  # bytes of a copy of the states, from which later texts or samples go on
     loras: tuple[LoraInfo, ...] = ()  # the LoRAs that are merged into it
 
 
@@ -218,6 +219,7 @@ def _model_info(
         else expanded_bytes(spec, device, dtype, native=served),
         cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, dtype),
         state_bytes=recurrent_bytes(spec, dtype),
+        snapshot_bytes=snapshot_bytes(spec, dtype),
         loras=tuple(_lora_info(name, folder) for name, folder in checkpoint.source.loras),
     )
 

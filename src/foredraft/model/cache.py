@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,10 +47,16 @@ class Span:
     start: int
     stop: int
     parts: tuple[Tensor, ...]  # keys and values in the layout of the cache
+    states: tuple[Tensor, ...] = ()  # of recurrent layers, where the row stood at `stop`
+    base: int = 0  # the position from which on these states serve
 
     @property
     def bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in (*self.parts, *self.states))
+
+    def on_host(self) -> Span:
+        parts, states = (tuple(part.cpu() for part in each) for each in (self.parts, self.states))
+        return replace(self, parts=parts, states=states)
 
 
 class CacheLayers:
@@ -176,15 +182,21 @@ class KVCache(CacheLayers):
         self.recurrent.begin(row, start, start if certain else start + count, base)
         return base
 
-    def take(self, row: int, start: int, stop: int) -> Span:
-        kept = () if self.recurrent is None else self.recurrent.take(row, stop)
-        return Span(row, start, stop, (*kept, *(part.clone() for part in self._views(row, start, stop))))
+    def base(self, row: int) -> int:
+        """Return the position below which the length of a row must not be set."""
+        return 0 if self.recurrent is None or not self.lengths[row] else self.recurrent.base(row)
+
+    def take(self, row: int, start: int, stop: int, *, states: bool = True) -> Span:
+        """Return a copy of a row's keys and values, and of its states where `stop` is its length."""
+        parts = tuple(part.clone() for part in self._views(row, start, stop))
+        if states and self.recurrent is not None and self.base(row) <= stop == self.lengths[row] > 0:
+            return Span(row, start, stop, parts, self.recurrent.take(row, stop), self.base(row))
+        return Span(row, start, stop, parts)
 
     def put_back(self, span: Span) -> None:
-        parts = span.parts
-        if self.recurrent is not None:
-            parts = self.recurrent.put_back(span.row, parts)
-        _copy(parts, self._views(span.row, span.start, span.stop))
+        if self.recurrent is not None and span.states:
+            self.recurrent.put_back(span.row, span.states)
+        _copy(span.parts, self._views(span.row, span.start, span.stop))
 
     def wipe(self, row: int, length: int) -> None:
         for part in self._views(row, length, self.stored):

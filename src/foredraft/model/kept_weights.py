@@ -41,7 +41,7 @@ class KeptWeights:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, bits: int | None, read: set[str]) -> None:
         """Find those of a checkpoint in a dtype and so many bits; `read` gets the tensors that made them."""
-        self._began, self._describe = time.time_ns(), functools.partial(_key, source, dtype, bits)
+        self._began, self._describe = time.time_ns(), functools.partial(weights_key, source, dtype, bits)
         self._key, self._read = self._describe(), read
         self._made: dict[str, NativeLinear] = {}
         self._found: dict[str, NativeLinear] = {}
@@ -85,7 +85,8 @@ class KeptWeights:
                 os.posix_fadvise(kept.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _key(source: ModelSource, dtype: torch.dtype, bits: int | None) -> dict[str, Any]:
+def weights_key(source: ModelSource, dtype: torch.dtype, bits: int | None) -> dict[str, Any]:
+    """Return all that the packed weights of a model depend on, and what its layers make of them."""
     return {
         "files": [[str(file), *user_cache.state(file)] for file in sorted(source.files) if file.is_file()],
         "configs": [source.config, source.base.config],

@@ -123,18 +123,21 @@ class RecurrentRows:
         for part in (self.bases, self.logs, self.at):
             part[:, target] = part[:, source]
 
+    def base(self, row: int) -> int:
+        """Return the position below which a row's length must not be set: its states are there."""
+        return int(self.at[:, row].max())
+
     def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
-        """Return copies of what a row holds up to a position; where bases are there, little of the log."""
+        """Return copies of what a row holds up to a position: its bases, and its log from their taps on."""
         at = self.at[:, row].clone()
-        places = torch.arange(stop - (self.taps - 1 if bool((at == stop).all()) else LOG), stop) % LOG
+        places = torch.arange(int(at.min()) - (self.taps - 1), stop) % LOG
         return self.bases[:, row].clone(), self.logs[:, row, places.to(self.logs.device)], at, places
 
-    def put_back(self, row: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Take what `take` gave back, and return the parts behind it."""
-        bases, log, at, places, *others = parts
+    def put_back(self, row: int, parts: tuple[Tensor, ...]) -> None:
+        """Take what `take` gave back."""
+        bases, log, at, places = parts
         self.bases[:, row], self.at[:, row] = bases, at
         self.logs[:, row, places.to(self.logs.device)] = log.to(self.logs.device)
-        return tuple(others)
 
     def wipe(self, row: int) -> None:
         """Let a row hold finite numbers alone, and begin at position 0."""
@@ -142,12 +145,17 @@ class RecurrentRows:
             part[:, row] = 0
 
 
-def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the memory of a row's bases and logs, in bytes."""
+def recurrent_bytes(spec: ModelSpec, dtype: torch.dtype, entries: int = LOG) -> int:
+    """Return the memory of a row's bases and of so many entries of its logs, in bytes."""
     if spec.recurrent is None:
         return 0
-    layer = spec.recurrent.state * torch.float32.itemsize + LOG * spec.recurrent.entry * dtype.itemsize
+    layer = spec.recurrent.state * torch.float32.itemsize + entries * spec.recurrent.entry * dtype.itemsize
     return layer * len(spec.recurrent_layers)
+
+
+def snapshot_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the memory of a snapshot where a chunk of a prompt ends, in bytes."""
+    return 0 if spec.recurrent is None else recurrent_bytes(spec, dtype, spec.recurrent.taps - 1)
 
 
 def unfit_sizes(sizes: RecurrentSizes) -> str | None:

@@ -130,8 +130,9 @@ class Model:
     ) -> None:
         self.llm, self._metrics, self._settings, self.loop = llm, metrics, settings, loop
         engine = llm.loaded.engine
-        if settings.prefix_cache:
-            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
+        folder = None if engine.prefix_cache is None else engine.prefix_cache.folder
+        if settings.prefix_cache or folder is not None:
+            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20, folder)
         self.rows = engine.rows.capacity
         self.limits = Limits(settings, self.rows, metrics)
         path = Path(llm.model)  # that of a hub id does not exist

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from foredraft.arguments import check_fields, option
 from foredraft.arguments.values import Choice, File, Flag, Name, Number, Strings, Unfit, Whole
 from foredraft.errors import ConfigError
+from foredraft.kinds.load_options import PREFIX_MIB
 
 COUNT = Whole("0 or more", most=math.inf)
 SEVERAL = Whole("1 or more", least=1, most=math.inf)
@@ -85,7 +86,7 @@ class Settings:
     fair_shares: bool = field(default=True, metadata=option(Flag()))
     max_queued: int = field(default=256, metadata=option(COUNT))
     max_queued_tokens: int = field(default=1_000_000, metadata=option(COUNT))
-    prefix_cache: int = field(default=512, metadata=option(COUNT))
+    prefix_cache: int = field(default=PREFIX_MIB, metadata=option(COUNT))
     shared_prefixes: bool = field(default=False, metadata=option(Flag()))
     share_texts: bool = field(default=False, metadata=option(Flag()))
     max_per_key: int = field(default=0, metadata=option(COUNT))
