@@ -1,4 +1,4 @@
-"""Hybrids, whose layers are gated delta nets but for every fourth, which attends: Qwen 3.5 to 3.8, Qwen3-Next.
+"""Hybrids, whose layers are gated delta nets but for every fourth, which attends: Qwen 3.5 to 3.8 and Next.
 
 Of Qwen3-Next, models without experts run, which the released ones are not.
 """
