@@ -25,7 +25,9 @@ from foredraft.model import weights
 from foredraft.model.checkpoint import named_tensors
 from foredraft.model.gguf import recurrent, source, tensors
 from foredraft.model.locate import resolve, with_loras
+from foredraft.model.quantisation.blocks import BLOCKS
 from foredraft.model.runner import Runner
+from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.weights import load_decoder
 from foredraft.quantise.command import quantise_checkpoint
 from tests.parity.test_logits import close, prompt_logits
@@ -122,7 +124,10 @@ def check_codes(kind: str = "Q8_0", variant: str = "qwen3_5-three-a-key") -> Non
     dequantised = save_dequantised(folder, file, Path(tempfile.mkdtemp()) / "dequantised")
     found, wanted = logits_of(resolve(file), native=False), logits_of(dequantised, native=False)
     assert close(found, wanted)
-    assert close(logits_of(resolve(file)), wanted)
+    decoder = load_decoder(resolve(file), dtype=torch.float32, native=True)
+    assert close(prompt_logits(Runner(decoder), TOKENS), wanted)
+    coded = kind in BLOCKS and BLOCKS[kind].code_format is not None
+    assert all(isinstance(product, NativeCodes) == coded for product in decoder.products)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "IQ3_S", "BF16"])

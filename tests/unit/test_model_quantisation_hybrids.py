@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import foredraft
@@ -110,6 +111,39 @@ def test_quantised_hybrids_speculate(name: str) -> None:
         texts[drafter] = [each.token_ids for each in llm.generate(prompts, params)]
     assert texts["lookup"] == texts["none"]
     llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("w4", "ignore"), ("fp8-blocks", "modules_to_not_convert"), ("gptq", "dynamic")]
+)
+def test_names_of_a_multimodal_checkpoint(name: str, key: str, tmp_path: Path) -> None:
+    """Its parts that no text passes through, and layers that predict further tokens, are named, too."""
+    model, _ = saved("rates", name)
+    prefix, tensors = "model.language_model.", load_file(model / "model.safetensors")
+    kept = [
+        f"{prefix}layers.{n}.linear_attn.{part}"
+        for n in LAYERS
+        for part in ("conv1d", "in_proj_a", "in_proj_b")
+    ]
+    named = [*kept, "lm_head", f"{prefix}embed_tokens", "model.visual.blocks.0.attn.qkv", "mtp.fc"]
+    text = json.loads((model / "config.json").read_text())
+    scheme = text.pop("quantization_config")
+    if key != "dynamic":  # GPTQ's expressions are of any names
+        scheme |= {key: named}
+    whole = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(whole | {"quantization_config": scheme, "vision_config": {}})
+    )
+    nested = {own.replace("model.", prefix, 1): tensor for own, tensor in tensors.items()}
+    others = {"mtp.fc.weight": torch.ones(4, 4), "mtp.layers.0.mlp.up_proj.qweight": torch.ones(4, 4)}
+    others["model.visual.blocks.0.attn.qkv.weight"] = torch.ones(4)
+    save_file(nested | others, tmp_path / "model.safetensors")
+    one, two = (prompt_logits(Runner(load_decoder(place)), TOKENS) for place in (tmp_path, model))
+    assert torch.equal(one, two)
 
 
 def test_settings_of_single_modules_are_refused() -> None:

@@ -1,5 +1,6 @@
-"""Hybrids: Qwen 3.5 to 3.8, and Qwen3-Next, whose layers are gated delta nets but for every fourth, which
-attends. Of Qwen3-Next, models without experts run, which the released ones are not.
+"""Hybrids, whose layers are gated delta nets but for every fourth, which attends: Qwen 3.5 to 3.8 and Next.
+
+Of Qwen3-Next, models without experts run, which the released ones are not.
 """
 
 from __future__ import annotations
