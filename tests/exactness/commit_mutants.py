@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode import round_draft, scheduler
+from foredraft.decode import round_draft
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafting import propose
 from foredraft.decode.engine import Engine
@@ -291,9 +291,13 @@ def donor_wiped(add: Function, kept: Rows, sequence: Sequence, donor: Sequence |
 
 
 first_row_as_donor = around(lambda add, kept, own, donor=None: add(kept, own, donor and kept.sequences[0]))
-one_prompt_row_less = around(
-    lambda prompt_rows, cache, donor, own: min(prompt_rows(cache, donor, own), len(own.prompt) - 2)
-)
+
+
+@around
+def one_prompt_row_less(cut: Function, kept: Rows, sequence: Sequence, length: int) -> None:
+    cut(kept, sequence, length)
+    for cache in kept.caches:
+        cache.wipe(sequence.row, length - 1)
 
 
 @around
@@ -336,7 +340,7 @@ ROWS = {
     ],
     checks.choices: [
         ("a donor's rows damaged by the copy", Rows.add, donor_wiped),
-        ("a donor's prompt one token short", scheduler._prompt_rows, one_prompt_row_less),
+        ("a donor's prompt one token short", Rows.cut, one_prompt_row_less),
         ("the wrong donor", Rows.add, first_row_as_donor),
     ],
     checks.greedy_tokens: [("the last row moved without its cache", Rows.remove, moved_without_its_cache)],
