@@ -12,6 +12,7 @@ Every position takes the same operations in the same order, whatever pass it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ class Delta:
         return [self.qkv, self.rates, self.output]
 
     def changed(self, change: Callable[[Product], Product]) -> Delta:
-        return replace(self, qkv=change(self.qkv), rates=change(self.rates), output=change(self.output))
+        """Return these with products changed, but for the rates: small, they decide how fast states fade."""
+        return replace(self, qkv=change(self.qkv), output=change(self.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +70,33 @@ class Run:
 class RecurrentRows:
     """The bases and logs of all rows, layer by layer."""
 
-    def __init__(self, sizes: DeltaSizes, layers: int, rows: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, sizes: DeltaSizes, layers: Sequence[int], rows: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.taps, blocks = sizes.taps, sizes.value_dim // block_of(sizes)
-        shape = (layers, rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
+        self.layers = tuple(layers)  # the layers of the model that are recurrent
+        shape = (len(layers), rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
-        self.logs = pool.zeros((layers, rows, LOG, sizes.entry), dtype, device)
+        self.logs = pool.zeros((len(layers), rows, LOG, sizes.entry), dtype, device)
         # the positions of the bases; that at 0 is zero, whatever is stored
-        self.at = torch.zeros(layers, rows, dtype=torch.int64)
+        self.at = torch.zeros(len(layers), rows, dtype=torch.int64)
 
-    def begin(self, row: int, start: int, stop: int, base: int) -> None:
-        """Begin a pass over positions of a row, at 0 anew; its log holds what is between bases and `stop`."""
-        at = self.at[:, row]
+    def first(self, depth: int) -> RecurrentRows | None:
+        """Return those of the layers below `depth`, in the same memory; None without any."""
+        count, part = sum(layer < depth for layer in self.layers), copy(self)
+        part.layers, part.at = self.layers[:count], self.at[:count]
+        part.bases, part.logs = self.bases[:count], self.logs[:count]
+        return part if count else None
+
+    def begin(self, row: int, start: int, stop: int, base: int, own: Sequence[int]) -> None:
+        """Begin a pass of layers over positions of a row, at 0 anew.
+
+        The log holds what is between their bases and `stop`; own: their places among all that are recurrent.
+        """
+        places = torch.tensor(own)
         if start == 0:
-            at[:] = 0
+            self.at[places, row] = 0
+        at = self.at[places, row]
         first, last = int(at.min()), int(at.max())
         if last > start or start - first > LOG - self.taps or stop - max(first, base) > LOG - self.taps:
             raise ValueError(
