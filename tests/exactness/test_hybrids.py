@@ -19,9 +19,10 @@ import foredraft
 from foredraft import LLM, ConfigError, RequestError, SamplingParams
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.model.cache import KVCache
-from foredraft.model.recurrent import RecurrentRows
+from foredraft.model.recurrent import COLUMNS, RecurrentRows
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import save_head
 from tests.support.hybrids import VARIANTS, save_hybrid
@@ -188,36 +189,111 @@ def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
 
 
 @cache
-def loaded(**options: Any) -> LLM:
-    return foredraft.load(folder(), device="cpu", max_batch=3, max_length=900, **options)
-
-
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("draft", [None, "hybrid", "attention"])
-def test_texts_are_those_of_plain_decoding_under_every_drafter(
-    draft: str | None, params: SamplingParams
-) -> None:
-    """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
-    llm = loaded() if draft is None else loaded(draft=str(drafts(draft)))
-    texts = [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
-    names = [*engine_of(llm).drafters, "auto"]
-    assert ("draft-model" in names) == (draft is not None)
-    for name in names:
-        for policy in ("fixed", "auto") if name != "auto" else ("auto",):
-            found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
-            assert [each.token_ids for each in found] == texts, (name, policy)
+def loaded(dtype: str = "bfloat16", **options: Any) -> LLM:
+    return foredraft.load(folder(dtype=dtype), device="cpu", max_batch=3, max_length=900, **options)
 
 
 @cache
-def drafts(kind: str) -> Path:
-    if kind == "hybrid":
-        return folder(layers=4)
-    types = {"layer_types": ["full_attention"] * 4}
-    return save_attending(Path(tempfile.mkdtemp()), **types)
+def adapter(dtype: str, depth: int = 5, noise: float = 0.3) -> str:
+    return str(
+        save_adapter(folder(dtype=dtype), Path(tempfile.mkdtemp()) / "made", depth=depth, noise=noise)
+    )
 
 
-def save_attending(place: Path, **keys: Any) -> Path:
-    return save_checkpoint(place, vocab_size=320, tokenizer=True)
+SKIPS, EXIT = "skip:attn=1,3,4/mlp=2", "exit:5"
+# what a hybrid is loaded with, by its dtype -> the drafters that this adds
+ASSETS: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
+    "itself alone": (lambda dtype: {}, ()),
+    "a hybrid": (lambda dtype: {"draft": str(folder(layers=4, dtype=dtype))}, ("draft-model",)),
+    "one that attends": (lambda dtype: {"draft": str(attending())}, ("draft-model",)),
+    "skips": (lambda dtype: {"plan": SKIPS, "draft_weights": "int4"}, ("layer-skip", "low-bit")),
+    "an exit": (
+        lambda dtype: {"plan": EXIT, "draft_weights": "int8", "max_draft": COLUMNS - 1},
+        ("layer-skip", "low-bit"),
+    ),
+    "few bits": (
+        lambda dtype: {"weights": "int8", "plan": "exit:3", "draft_weights": "int4"},
+        ("layer-skip", "low-bit"),
+    ),
+    "an adapter": (lambda dtype: {"adapter": adapter(dtype)}, ("kangaroo",)),
+    "one below attention": (lambda dtype: {"adapter": adapter(dtype, 2)}, ("kangaroo",)),
+    "operators": (
+        lambda dtype: {"plan": EXIT, "adapter": adapter(dtype), "kernels": False},
+        ("layer-skip", "kangaroo"),
+    ),
+    "operators and skips": (lambda dtype: {"plan": SKIPS, "kernels": False}, ("layer-skip",)),
+}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ASSETS)
+def test_texts_are_those_of_plain_decoding_under_every_drafter(
+    kind: str, dtype: str, params: SamplingParams
+) -> None:
+    """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
+    options, added = ASSETS[kind]
+    llm = loaded(dtype, **options(dtype))
+    texts = plain_texts(llm, params)
+    names = [*engine_of(llm).drafters, "auto"]
+    assert set(names) == {"lookup", "prediction", "auto", *added}
+    for name in names:
+        for policy in policies(name):
+            found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
+            assert [each.token_ids for each in found] == texts, (name, policy)
+            assert name not in added or policy == "auto" or all(each.stats.drafted for each in found)
+
+
+def plain_texts(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
+
+
+def policies(name: str) -> tuple[str, ...]:
+    if name == "auto":
+        return ("auto",)
+    return ("fixed", "auto") if name in ("lookup", "prediction") else ("fixed", "auto", "confidence")
+
+
+@cache
+def attending() -> Path:
+    return save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=320, tokenizer=True)
+
+
+OWN = ("layer-skip", "kangaroo", "low-bit", "draft-model")
+
+
+@cache
+def with_trees(dtype: str = "bfloat16", drafted: int = 3, siblings: int = 8) -> LLM:
+    options = {"plan": EXIT, "adapter": adapter(dtype), "draft_weights": "int4", "policy": "fixed"}
+    draft, settings = str(folder(layers=4, dtype=dtype)), {"siblings": siblings}
+    return foredraft.load(
+        folder(dtype=dtype), device="cpu", max_batch=3, max_length=900, draft=draft, policy_options=settings,
+        max_draft=drafted, **options,
+    )  # fmt: skip
+
+
+def check_trees(llm: LLM | None = None) -> None:
+    """Siblings beside drafts: some are written, a token more with them, and the texts are those of plain decoding."""
+    llm = llm or with_trees()
+    for params in (GREEDY, SEEDED):
+        texts = plain_texts(llm, params)
+        for name in OWN:
+            found = llm.generate(TEXTS, replace(params, drafter=name, policy="fixed"))
+            assert [each.token_ids for each in found] == texts, name
+            assert name == "draft-model" or any(each.stats.siblings for each in found), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("drafted", "siblings"), [(3, 8), (1, 26), (20, 7)])
+def test_token_trees_give_the_same_texts(dtype: str, drafted: int, siblings: int) -> None:
+    check_trees(with_trees(dtype, drafted, siblings))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_adapter_that_is_the_last_layer_is_always_right(native: bool) -> None:
+    llm = loaded("float32", adapter=adapter("float32", 7, 0.0), **({} if native else {"kernels": False}))
+    for each in llm.generate(TEXTS, replace(GREEDY, drafter="kangaroo", policy="fixed")):
+        assert each.stats.accepted == each.stats.drafted > 0
 
 
 def check_samples() -> None:
@@ -266,10 +342,10 @@ def test_every_choice_has_the_scores_of_its_prompt() -> None:
     assert all(each == scores[0] for each in scores)
 
 
-@pytest.mark.parametrize("drafted", [31, 63])
+@pytest.mark.parametrize("drafted", [COLUMNS - 1, 63])
 def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
     """For a target that attends, and so takes longer drafts."""
-    target = save_attending(Path(tempfile.mkdtemp()))
+    target = attending()
     llm = foredraft.load(
         target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
     )
@@ -277,7 +353,7 @@ def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
     text = llm.generate(TEXTS[:2], replace(long, drafter="none"))
     found = llm.generate(TEXTS[:2], long)
     assert [each.token_ids for each in found] == [each.token_ids for each in text]
-    assert max(each.stats.drafted for each in found) > 31
+    assert max(each.stats.drafted for each in found) > COLUMNS
     llm.close()
 
 
@@ -312,11 +388,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
     with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
         foredraft.load(other, device="cpu", draft=folder())
-    for name in ("layer-skip", "low-bit"):
-        with pytest.raises(
-            ConfigError, match=f"{name} does not draft where layers of the target are recurrent"
-        ):
-            foredraft.load(folder(), device="cpu", drafter=name)
     banned = loaded().generate(TEXTS[:1], replace(GREEDY, ban=("a",)))
     assert "a" not in banned[0].text
 

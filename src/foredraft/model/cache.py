@@ -184,6 +184,8 @@ class KVCache(CacheLayers):
             moved = keys[:, row, :, source // block, :, source % block]
             keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
+        if self.recurrent is not None:
+            self.recurrent.move(row, source, target)
 
     def take(self, row: int, start: int, stop: int) -> Span:
         kept = () if self.recurrent is None else self.recurrent.take(row, stop)

@@ -27,7 +27,9 @@ from foredraft.model.recurrent_sizes import DeltaSizes
 if TYPE_CHECKING:
     from foredraft.model.spec import ModelSpec
 
-LOG = 64  # positions of a log: more than those of a pass, of a draft before it, and of the taps
+LOG = 64  # positions of a log
+# columns of a pass at most: a log holds as many leaves behind them, or those of a pass before, and 8 taps
+COLUMNS = 28
 LANES = 16  # values of a block of states are a multiple of it
 EPSILON = 1e-6  # of the length of queries and keys
 
@@ -110,6 +112,10 @@ class RecurrentRows:
     def copy(self, source: int, target: int) -> None:
         for part in (self.bases, self.logs, self.at):
             part[:, target] = part[:, source]
+
+    def move(self, row: int, source: int, target: int) -> None:
+        """Put the entry of a leaf where that of its place is."""
+        self.logs[:, row, target % LOG] = self.logs[:, row, source % LOG]
 
     def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
         """Return copies of what a row holds up to a position; where bases are there, little of the log."""

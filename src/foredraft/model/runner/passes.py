@@ -162,7 +162,8 @@ class Pass:
             columns = real if ragged else range(real.stop)
             row, start, count = self.first_row + b, self.starts[b] + columns.start, len(columns)
             if count and own:
-                base = self.cache.begin(row, start, count, own, certain=self.prefill)
+                reach = max([count, *(column + 1 - columns.start for column in self.leaves_of(b))])
+                base = self.cache.begin(row, start, reach, own, certain=self.prefill)
                 first = before if ragged else b * queries + columns.start
                 found.append(Run(row, first, count, start, base))
             before += len(real)
