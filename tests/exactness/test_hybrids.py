@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch import Tensor
 import foredraft
 from foredraft import LLM, ConfigError, RequestError, SamplingParams
 from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.recurrent import COLUMNS, RecurrentRows
 from foredraft.model.runner import Runner
+from foredraft.model.runner.passes import Pass
 from foredraft.model.weights import load_decoder
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint
@@ -195,9 +197,7 @@ def loaded(dtype: str = "bfloat16", **options: Any) -> LLM:
 
 @cache
 def adapter(dtype: str, depth: int = 5, noise: float = 0.3) -> str:
-    return str(
-        save_adapter(folder(dtype=dtype), Path(tempfile.mkdtemp()) / "made", depth=depth, noise=noise)
-    )
+    return str(save_adapter(folder(dtype=dtype), Path(tempfile.mkdtemp()) / "made", depth=depth, noise=noise))
 
 
 SKIPS, EXIT = "skip:attn=1,3,4/mlp=2", "exit:5"
@@ -392,6 +392,72 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert "a" not in banned[0].text
 
 
+def check_own_layers() -> None:
+    """Drafts by the target's own layers, step by step and at once."""
+    check_drafts(
+        {"plan": EXIT, "draft_weights": "int4", "adapter": adapter("bfloat16")}, ("confidence", "fixed")
+    )
+
+
+def check_operators() -> None:
+    """Rows whose drafts end early, beside others."""
+    check_drafts({"plan": "exit:4", "kernels": False}, ("confidence",))
+
+
+@pytest.mark.parametrize("check", [check_own_layers, check_operators])
+def test_drafts_of_rows_that_end_early(check: Callable[[], None]) -> None:
+    check()
+
+
+def check_drafts(options: dict[str, Any], policies: tuple[str, ...]) -> None:
+    llm = foredraft.load(folder(), device="cpu", max_batch=3, max_length=900, **options)
+    try:
+        plain = plain_texts(llm, GREEDY)
+        for name in [name for name in OWN if name in engine_of(llm).drafters]:
+            for policy in policies:
+                found = llm.generate(TEXTS, replace(GREEDY, drafter=name, policy=policy))
+                assert [each.token_ids for each in found] == plain, (
+                    name,
+                    policy,
+                )
+    finally:
+        llm.close()
+
+
+def forgetting(forgets: Callable[..., bool]) -> Mutation:
+    """Let passes, told by their cache and options, leave the logs as they were."""
+
+    def mutated(forward: Any, runner: Runner, cache: CacheLayers, *given: Any, **options: Any) -> Any:
+        rows = cache.recurrent
+        kept = None if rows is None or not forgets(**options) else rows.logs.clone()
+        found = forward(runner, cache, *given, **options)
+        if rows is not None and kept is not None:
+            rows.logs.copy_(kept)
+        return found
+
+    return around(mutated)
+
+
+def begin_further(begin: Any, own: CacheLayers, row: int, start: int, *rest: Any, **more: Any) -> int:
+    base = begin(own, row, start, *rest, **more)
+    return base if more.get("certain") else max(base, start)
+
+
+def apart(first: Any, rows: RecurrentRows, depth: int) -> RecurrentRows | None:
+    part = first(rows, depth)
+    return part and deepcopy(part)
+
+
+def real_alone(runs: Any, pass_: Pass, queries: int, *, ragged: bool) -> Any:
+    """Leave out what operators compute before the real columns of a row."""
+    before = {pass_.first_row + b: 0 if ragged else real.start for b, real in enumerate(pass_.real)}
+    return tuple(
+        replace(run, first=run.first + n, count=run.count - n, start=run.start + n)
+        for run in runs(pass_, queries, ragged=ragged)
+        for n in [before[run.row]]
+    )
+
+
 def no_row_moves(rows: RecurrentRows, source: int, target: int) -> None:
     rows.at[:, target] = rows.at[:, source]
 
@@ -405,11 +471,20 @@ def begins(work: Callable[[RecurrentRows, int, int], object]) -> Mutation:
 
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
     check_widths: [
-        ("drafts are folded", KVCache.begin, around(lambda begin, own, row, start, count, **more: (begin(own, row, start, count, **more), start + count)[1]), (AssertionError, ValueError)),
+        ("drafts are folded", CacheLayers.begin, around(lambda begin, own, row, start, count, *rest, **more: (begin(own, row, start, count, *rest, **more), start + count)[1]), (AssertionError, ValueError)),
         ("an entry is taken twice", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].sub_(rows.at[:, row].clamp(max=1)))),
         ("an entry is dropped", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].copy_((rows.at[:, row] + 1).clamp(max=start)))),
         ("the states of a neighbour", RecurrentRows.begin, begins(lambda rows, row, start: rows.bases[:, row].copy_(rows.bases[:, row - 1]))),
     ],
+    check_own_layers: [
+        ("steps of a draft are folded", CacheLayers.begin, around(begin_further), (AssertionError, ValueError)),
+        ("a draft's entries are kept behind the verifying pass", Runner.forward, forgetting(lambda **options: "invariant" not in options)),
+        ("what a draft logs is missing in layers that are resumed behind", Runner.forward, forgetting(lambda **options: "invariant" in options)),
+        ("the draft's entry at the length counts", CacheLayers.begin, around(lambda begin, *given, **more: begin(*given, **more) + (not more.get("certain"))), (AssertionError, ValueError)),
+        ("an adapter's layers have states of their own", RecurrentRows.first, around(apart), (AssertionError, ValueError)),
+    ],
+    check_operators: [("padding before the real columns has no states", Pass.runs, around(real_alone))],
+    check_trees: [("the entry of a leaf stays where it was", RecurrentRows.move, lambda _: lambda *given: None)],
     check_rows: [
         ("states stay behind", RecurrentRows.copy, lambda _: no_row_moves),
         ("what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),

@@ -155,7 +155,7 @@ class Pass:
         ]
 
     def runs(self, queries: int, *, ragged: bool) -> tuple[Run, ...]:
-        """Return the real columns of rows among those that are computed, for the recurrent layers that run."""
+        """Return the real columns of rows among all that are computed, for the recurrent layers that run."""
         found, before, own = list[Run](), 0, self.cache.recurring(self.plan, self.start, self.stop)
         for b, real in enumerate(self.real):
             # padding before the real columns is computed as they are, since its keys are written, too
