@@ -344,7 +344,7 @@ class TeacherForced:
         return found
 
     def restore(self) -> None:
-        """Copy the target's keys and values back to all positions that drafts overwrite; states to the first."""
+        """Copy back what drafts overwrite: the target's keys and values, or its states before them."""
         for span in self.copies:
             self.cache.put_back(span)
 
