@@ -71,9 +71,6 @@ def prepare(asked: Asked, check: Callable[[Any, Checkpoint, str], object]) -> Pr
     if checkpoint.tokenizer is None:
         problem = f"{checkpoint.source} has no tokenizer, so no text can be read"
         raise ConfigError(problem, remedy=GIVE_TOKENIZER)
-    if checkpoint.spec.recurrent_layers:
-        problem = f"nothing is trained for {checkpoint.source}, whose layers are recurrent"
-        raise ConfigError(problem, remedy="give a model whose layers all attend")
     hash = target_hash(checkpoint.source)
     check(options, checkpoint, hash)
     key = RunKey.of(options, hash)

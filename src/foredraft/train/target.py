@@ -2,7 +2,7 @@
 states.
 
 Layers run as in decoding. Only attention differs: there is no cache, and a column sees its own document
-alone.
+alone. A target with recurrent layers reads one document after the other, as it reads prompts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Layer, finish, project
 from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
+from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
-from foredraft.model.source import ModelSource
+from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, parameter_count
 
@@ -118,7 +119,7 @@ class PackedPass:
         spec, window = self.spec, self.spec.windows[index]
         heads, kv_heads, dim = spec.heads, spec.kv_heads_of(window), spec.head_dim_of(window)
         rope, rotates = spec.rope_of(window), index not in spec.unrotated
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q, k, v, gates = torch.tensor_split(qkv, (heads, heads + kv_heads, heads + 2 * kv_heads), 1)
         q = self.rotated(q, spec.query_rope or rope) if rotates else q
         if spec.stores(index):
             k = self.rotated(k, rope) if rotates else k
@@ -132,7 +133,8 @@ class PackedPass:
             q, k, v = (part[columns].view(count, length, -1, dim).transpose(1, 2) for part in parts)
             out = self._attention(q, k, v, window)  # [documents, H, T, D]
             outputs.append(out.transpose(1, 2).reshape(count * length, heads * dim))
-        return torch.cat(outputs)
+        out = torch.cat(outputs)
+        return out * torch.sigmoid(gates).flatten(1) if spec.gated_attention else out
 
     def rotated(self, x: Tensor, rope: Rope) -> Tensor:
         """Return heads [N, H, D] with their first channels rotated."""
@@ -214,8 +216,12 @@ class FrozenTarget:
     """The model whose next token a student learns."""
 
     def __init__(self, place: ModelSource | Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.decoder = load_decoder(place, device, dtype)
+        spec = source_of(place).spec
+        recurs = bool(spec.recurrent_layers)
+        native = recurs and unserved_because(spec, device, dtype) is None
+        self.decoder = load_decoder(place, device, dtype, native=native)
         self.spec = self.decoder.spec
+        self.reader = Runner(self.decoder, deterministic=False) if recurs else None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the block in which students, whose weights are float32, compute as the target does."""
@@ -239,6 +245,8 @@ class FrozenTarget:
     @torch.no_grad()
     def states(self, packed: Packed, aux_layers: Sequence[int]) -> States:
         """Return the states of one forward, in which every layer runs once."""
+        if self.reader is not None:
+            return self._read(self.reader, packed, aux_layers)
         layers, done = self.decoder.layers, 0
         inputs = self.decoder.layer_inputs(packed.tokens)
         pass_ = PackedPass(self.spec, packed, self.decoder.dtype, inputs)
@@ -249,6 +257,19 @@ class FrozenTarget:
             done = cut
         aux_states = torch.cat([found[cut] for cut in aux_layers], -1) if aux_layers else None
         return States(aux_states, pass_.run(layers[done:], x, done)[packed.predicting])
+
+    def _read(self, reader: Runner, packed: Packed, aux_layers: Sequence[int]) -> States:
+        """Return the states of documents that are read as prompts are."""
+        cache, depths = reader.new_cache(1, max(packed.lengths)), (*aux_layers, self.spec.layers)
+        parts = list[Tensor]()
+        for document in torch.split(packed.tokens, list(packed.lengths)):
+            for start in range(0, len(document), reader.chunk):
+                tokens = document[start : start + reader.chunk].tolist()
+                found = reader.prefill(cache, 0, tokens, start, aux_layers=depths).aux_states
+                parts.append(torch.cat([found[depth][0] for depth in depths], -1))
+        states = torch.cat(parts).clone()  # no tensor of inference, which no student can learn from
+        size = states.shape[1] - self.spec.hidden_size
+        return States(states[:, :size] if aux_layers else None, states[packed.predicting, size:])
 
     @torch.no_grad()
     def log_probs(self, last: Tensor) -> Tensor:
