@@ -19,8 +19,9 @@ from torch import Tensor
 import foredraft
 from foredraft import LLM, ConfigError, RequestError, SamplingParams
 from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.drafters.retokenize import Translation
 from foredraft.model.cache import CacheLayers
-from foredraft.model.recurrent import COLUMNS, RecurrentRows
+from foredraft.model.recurrent import COLUMNS, LOG, RecurrentRows
 from foredraft.model.runner import Runner
 from foredraft.model.runner.passes import Pass
 from foredraft.model.weights import load_decoder
@@ -34,6 +35,7 @@ from tests.support.mutations import around
 
 LENGTH = 300
 TEXTS = ["def f(x):\n", "for i in range(10): print(i)\n" * 9, "a b c d e f " * 60, "Once upon a time"]
+LONG = SamplingParams(temperature=0, max_new_tokens=90, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=3, acceptance="coupled", max_new_tokens=40, ignore_eos=True)
 
@@ -58,8 +60,8 @@ def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
 class Reading:
     """Reads texts in the rows of a cache, and keeps the logits of every position."""
 
-    def __init__(self, runner: Runner, rows: int = 1) -> None:
-        self.runner, self.cache = runner, runner.new_cache(rows, LENGTH + 80)
+    def __init__(self, runner: Runner, rows: int = 1, positions: int = LENGTH + 80) -> None:
+        self.runner, self.cache = runner, runner.new_cache(rows, positions)
         self.logits: list[dict[int, Tensor]] = [{} for _ in range(rows)]
 
     def prompt(self, tokens: list[int], row: int = 0) -> None:
@@ -349,9 +351,8 @@ def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
     llm = foredraft.load(
         target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
     )
-    long = replace(GREEDY, max_new_tokens=90)
-    text = llm.generate(TEXTS[:2], replace(long, drafter="none"))
-    found = llm.generate(TEXTS[:2], long)
+    text = llm.generate(TEXTS[:2], replace(LONG, drafter="none"))
+    found = llm.generate(TEXTS[:2], LONG)
     assert [each.token_ids for each in found] == [each.token_ids for each in text]
     assert max(each.stats.drafted for each in found) > COLUMNS
     llm.close()
@@ -385,11 +386,48 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         foredraft.load(
             folder(), device="cpu", draft=save_head(Path(tempfile.mkdtemp()) / "head", "speculators", 320)
         )
-    other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
-    with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
-        foredraft.load(other, device="cpu", draft=folder())
     banned = loaded().generate(TEXTS[:1], replace(GREEDY, ban=("a",)))
     assert "a" not in banned[0].text
+
+
+def continued(runner: Runner, tokens: list[int], count: int) -> list[int]:
+    """Return what a model says greedily behind tokens that it reads for the first time."""
+    reading = Reading(runner, positions=len(tokens) + count)
+    reading.prompt(tokens[:-1])
+    for _ in range(count):
+        reading.go_on([tokens[-1:]], [1])
+        tokens = [*tokens, int(reading.logits[0][len(tokens) - 1].argmax())]
+    return tokens[-count:]
+
+
+def check_retokenized() -> None:
+    """A hybrid drafts what it would say behind the text, of which the end changes as it grows."""
+    other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
+    llm = foredraft.load(other, device="cpu", draft=folder(), policy="fixed", max_batch=2, max_length=900)
+    drafter: Any = engine_of(llm).drafters["retokenize"]
+    sound, seen = drafter._continue, list[tuple[list[int], list[int]]]()
+
+    def spied(turns: dict[int, Any]) -> Any:
+        said = sound(turns)
+        seen.extend((turns[row].tokens, ids) for row, ids in said.items())
+        return said
+
+    try:
+        texts = [llm.generate([text], replace(LONG, drafter="none"))[0].token_ids for text in TEXTS]
+        before = drafter.draft_pass.runner.forwarded
+        with replaced(drafter, "_continue", spied):
+            found = llm.generate(TEXTS, LONG)
+        assert [each.token_ids for each in found] == texts
+        forwarded = drafter.draft_pass.runner.forwarded - before
+        assert forwarded < 2 * sum(len(ids) for _, ids in seen), "little is read again"
+        runner = runner_of()
+        assert len(seen) > 100 and all(ids == continued(runner, text, len(ids)) for text, ids in seen)
+    finally:
+        llm.close()
+
+
+def test_a_hybrid_drafts_in_its_own_tokens() -> None:
+    check_retokenized()
 
 
 def check_own_layers() -> None:
@@ -482,6 +520,10 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
         ("what a draft logs is missing in layers that are resumed behind", Runner.forward, forgetting(lambda **options: "invariant" in options)),
         ("the draft's entry at the length counts", CacheLayers.begin, around(lambda begin, *given, **more: begin(*given, **more) + (not more.get("certain"))), (AssertionError, ValueError)),
         ("an adapter's layers have states of their own", RecurrentRows.first, around(apart), (AssertionError, ValueError)),
+    ],
+    check_retokenized: [
+        ("states follow what may change", Translation.closed, lambda _: lambda own: len(own.tokens())),
+        ("drafts reach further than the log", RecurrentRows.__init__, lambda init: lambda rows, *given: (init(rows, *given), setattr(rows, "reach", 2 * LOG))[0]),
     ],
     check_operators: [("padding before the real columns has no states", Pass.runs, around(real_alone))],
     check_trees: [("the entry of a leaf stays where it was", RecurrentRows.move, lambda _: lambda *given: None)],

@@ -77,6 +77,7 @@ class RecurrentRows:
     ) -> None:
         self.taps, blocks = sizes.taps, sizes.value_dim // block_of(sizes)
         self.layers = tuple(layers)  # the layers of the model that are recurrent
+        self.reach = LOG - self.taps  # positions behind a base that the log holds, and taps before it
         shape = (len(layers), rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
         self.logs = pool.zeros((len(layers), rows, LOG, sizes.entry), dtype, device)
@@ -100,7 +101,7 @@ class RecurrentRows:
             self.at[places, row] = 0
         at = self.at[places, row]
         first, last = int(at.min()), int(at.max())
-        if last > start or start - first > LOG - self.taps or stop - max(first, base) > LOG - self.taps:
+        if last > start or start - first > self.reach or stop - max(first, base) > self.reach:
             raise ValueError(
                 f"row {row} has states at {first} to {last}, not for positions {start} to {stop}"
             )
