@@ -3,8 +3,9 @@
 A row of the cache has a *base*, the state of a layer at a position, and a *log* of what the projections gave
 for the positions around and after it, at their places modulo LOG. A pass takes the base, goes token by token
 through the entries up to its first column, and through its columns. Only positions below the row's length
-move the base, so that rollback sets a length, and what a draft wrote behind it is written again by the pass
-that verifies it. A chunk of a prompt is certain, and moves the base to its end.
+move the base, so that rollback sets a length. What a draft wrote behind it, be it by the target's own layers,
+is written again by the pass that verifies it. A leaf of a token tree is logged behind the columns, until the
+text goes on after it. A chunk of a prompt is certain, and moves the base to its end.
 
 Every position takes the same operations in the same order, whatever pass it is in, so its bits are the same.
 """
