@@ -337,6 +337,21 @@ def test_a_draft_model_reads_what_the_prefix_cache_has_of_the_target_alone() -> 
     llm.close()
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_kept_prompts_and_samples_with_drafts_by_own_layers(name: str) -> None:
+    llm = with_trees.__wrapped__()
+    engine_of(llm).prefix_cache = PrefixCache(1 << 26)
+    prompt = "x = [1, 2, 3]\n" * 50
+    for params, n in ((GREEDY, 1), (SEEDED, 5)):
+        plain = llm.generate([prompt, TEXTS[0]], replace(params, drafter="none"), n=n)
+        for again in range(2):
+            found = llm.generate([prompt, TEXTS[0]], replace(params, drafter=name, policy="fixed"), n=n)
+            assert [each.token_ids for each in found] == [each.token_ids for each in plain], (n, again)
+            assert all(each.stats.drafted for each in found)
+    assert found[0].cached_tokens >= 256
+    llm.close()
+
+
 def test_every_choice_has_the_scores_of_its_prompt() -> None:
     outputs = loaded().generate(TEXTS[2:3], replace(SEEDED, prompt_logprobs=0, max_new_tokens=1), n=4)
     scores = [each.prompt_logprobs for each in outputs]
