@@ -225,7 +225,8 @@ def test_a_replay_reproduces_every_q_of_decoding(model: Path, trained: Path) -> 
 def test_what_is_trained_for_a_hybrid_decodes(data: Path, tmp_path: Path) -> None:
     """An adapter as it was trained, and a draft model, whose layers all attend; heads are refused."""
     target = save_hybrid(tmp_path / "hybrid", num_hidden_layers=4)
-    train(target, options(data, tmp_path, steps=8))
+    train(target, options(data, tmp_path, steps=8, kept_states=0.1))
+    assert any((tmp_path / "work" / "states").iterdir())
     check_replay(target, tmp_path / "adapter")
     assert drafts_as_plain(target, adapter=tmp_path / "adapter", drafter="kangaroo")
     given = draft_options(data, tmp_path, steps=8, layers=1, from_layers=(3,))

@@ -76,7 +76,7 @@ class CacheLayers:
     def begin(self, row: int, start: int, count: int, own: Sequence[int], *, certain: bool = False) -> int:
         """Begin a pass of recurrent layers over a row; return the position to which their bases move.
 
-        No draft moves them further: it runs the layers behind the row's length.
+        Unless it reads a prompt, that is the row's length at most: what is behind it may be drafted.
         """
         assert self.recurrent is not None
         base = start + count if certain else min(self.lengths[row], start)

@@ -261,15 +261,15 @@ class FrozenTarget:
     def _read(self, reader: Runner, packed: Packed, aux_layers: Sequence[int]) -> States:
         """Return the states of documents that are read as prompts are."""
         cache, depths = reader.new_cache(1, max(packed.lengths)), (*aux_layers, self.spec.layers)
-        parts = list[Tensor]()
+        aux, last = list[Tensor](), list[Tensor]()
         for document in torch.split(packed.tokens, list(packed.lengths)):
             for start in range(0, len(document), reader.chunk):
                 tokens = document[start : start + reader.chunk].tolist()
                 found = reader.prefill(cache, 0, tokens, start, aux_layers=depths).aux_states
-                parts.append(torch.cat([found[depth][0] for depth in depths], -1))
-        states = torch.cat(parts).clone()  # no tensor of inference, which no student can learn from
-        size = states.shape[1] - self.spec.hidden_size
-        return States(states[:, :size] if aux_layers else None, states[packed.predicting, size:])
+                *own, leaving = (found[depth][0] for depth in depths)
+                aux += [torch.cat(own, -1)] if own else []
+                last.append(leaving)
+        return States(torch.cat(aux) if aux else None, torch.cat(last)[packed.predicting])
 
     @torch.no_grad()
     def log_probs(self, last: Tensor) -> Tensor:
