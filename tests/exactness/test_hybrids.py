@@ -217,6 +217,10 @@ ASSETS: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
         lambda dtype: {"weights": "int8", "plan": "exit:3", "draft_weights": "int4"},
         ("layer-skip", "low-bit"),
     ),
+    "fewer bits": (
+        lambda dtype: {"weights": "int4", "plan": EXIT, "adapter": adapter(dtype)},
+        ("layer-skip", "kangaroo"),
+    ),
     "an adapter": (lambda dtype: {"adapter": adapter(dtype)}, ("kangaroo",)),
     "one below attention": (lambda dtype: {"adapter": adapter(dtype, 2)}, ("kangaroo",)),
     "operators": (
@@ -259,6 +263,16 @@ def policies(name: str) -> tuple[str, ...]:
 @cache
 def attending() -> Path:
     return save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=320, tokenizer=True)
+
+
+def test_a_copy_in_few_bits_keeps_what_decides_how_fast_states_fade() -> None:
+    llm = loaded(draft_weights="int4", plan=SKIPS)
+    drafter: Any = engine_of(llm).drafters["low-bit"]
+    own, copied = (
+        runner.decoder.layers[0].attention for runner in (llm.loaded.runner, drafter.draft_pass.runner)
+    )
+    assert copied.rates is own.rates and copied.decay is own.decay and copied.taps is own.taps
+    assert copied.qkv is not own.qkv
 
 
 OWN = ("layer-skip", "kangaroo", "low-bit", "draft-model")
