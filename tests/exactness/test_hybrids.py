@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 
 import foredraft
-from foredraft import LLM, ConfigError, SamplingParams
+from foredraft import LLM, SamplingParams
 from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.model.cache import KVCache
-from foredraft.model.recurrent import RecurrentRows
+from foredraft.drafters.retokenize import Translation
+from foredraft.model.cache import CacheLayers
+from foredraft.model.recurrent import COLUMNS, LOG, RecurrentRows
 from foredraft.model.runner import Runner
+from foredraft.model.runner.passes import Pass
 from foredraft.model.weights import load_decoder
+from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint
 from tests.support.heads import save_head
 from tests.support.hybrids import OTHERS, VARIANTS, add_mtp, save_hybrid
@@ -32,6 +36,7 @@ from tests.support.mutations import around
 LENGTH = 300
 KINDS = ("two values a key", "convolutions", "mamba", "blocks")  # a variant of each kind of recurrent layers
 TEXTS = ["def f(x):\n", "for i in range(10): print(i)\n" * 9, "a b c d e f " * 60, "Once upon a time"]
+LONG = SamplingParams(temperature=0, max_new_tokens=90, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=3, acceptance="coupled", max_new_tokens=40, ignore_eos=True)
 
@@ -57,8 +62,8 @@ def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
 class Reading:
     """Reads texts in the rows of a cache, and keeps the logits of every position."""
 
-    def __init__(self, runner: Runner, rows: int = 1) -> None:
-        self.runner, self.cache = runner, runner.new_cache(rows, LENGTH + 80)
+    def __init__(self, runner: Runner, rows: int = 1, positions: int = LENGTH + 80) -> None:
+        self.runner, self.cache = runner, runner.new_cache(rows, positions)
         self.logits: list[dict[int, Tensor]] = [{} for _ in range(rows)]
 
     def prompt(self, tokens: list[int], row: int = 0) -> None:
@@ -199,8 +204,11 @@ def test_a_pass_that_the_log_does_not_reach_is_refused() -> None:
 
 
 @cache
-def loaded(variant: str = KINDS[0], model: Path | None = None, **options: Any) -> LLM:
-    return foredraft.load(model or folder(variant), device="cpu", max_batch=3, max_length=900, **options)
+def loaded(
+    variant: str = KINDS[0], model: Path | None = None, dtype: str = "bfloat16", **options: Any
+) -> LLM:
+    place = model or folder(variant, dtype)
+    return foredraft.load(place, device="cpu", max_batch=3, max_length=900, **options)
 
 
 # the drafter of a head -> a format of its files
@@ -208,6 +216,9 @@ HEADS = {
     "eagle3": "speculators", "p-eagle": "p-eagle speculators", "eagle": "eagle-1", "medusa": "vllm",
     "dflash": "block anchored", "dspark": "block gated", "mtp": "",
 }  # fmt: skip
+
+
+DRAFTS = (None, "hybrid", "attention", "mamba")  # of models of the other kinds
 
 
 @cache
@@ -218,34 +229,18 @@ def predicting() -> Path:
     return place
 
 
-def unlike(variant: str, draft: str | None) -> bool:
-    """Return whether a head is for a target of another depth, or the layer is that of another family."""
-    return variant != KINDS[0] and draft in HEADS
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     ("variant", "draft"),
-    [
-        (variant, draft)
-        for variant in KINDS
-        for draft in (None, "hybrid", "attention", "mamba", *HEADS)
-        if not unlike(variant, draft)
-    ],
+    [*((KINDS[0], head) for head in HEADS), *((kind, draft) for kind in KINDS[1:] for draft in DRAFTS)],
 )
-def test_texts_are_those_of_plain_decoding_under_every_drafter(
+def test_so_they_are_with_heads_and_of_every_kind(
     variant: str, draft: str | None, params: SamplingParams
 ) -> None:
-    """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
-    drafted = {} if draft is None else {"draft": str(drafts(draft))}
-    llm = loaded(variant, model=predicting() if draft == "mtp" else None, **drafted)
-    texts = [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
-    names = [*engine_of(llm).drafters, "auto"]
-    assert draft is None or (draft if draft in HEADS else "draft-model") in names
-    for name in names:
-        for policy in ("fixed", "auto") if name != "auto" else ("auto",):
-            found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
-            assert [each.token_ids for each in found] == texts, (name, policy)
+    options = {} if draft is None else {"draft": str(drafts(draft))}
+    llm = loaded(variant, predicting() if draft == "mtp" else None, **options)
+    added = () if draft is None else (draft if draft in HEADS else "draft-model",)
+    check_texts(llm, params, added)
 
 
 @cache
@@ -254,16 +249,129 @@ def drafts(kind: str) -> Path:
         return folder(layers=4)
     if kind == "mamba":
         return folder("rotated mamba")
-    if kind == "mtp":
-        return predicting()
-    place = Path(tempfile.mkdtemp())
-    if kind in HEADS:
-        return save_head(place / "head", HEADS[kind], 320)
-    return save_attending(place, layer_types=["full_attention"] * 4)
+    if kind == "attention":
+        return attending()
+    return predicting() if kind == "mtp" else save_head(Path(tempfile.mkdtemp()) / "head", HEADS[kind], 320)
 
 
-def save_attending(place: Path, **keys: Any) -> Path:
-    return save_checkpoint(place, vocab_size=320, tokenizer=True)
+@cache
+def adapter(dtype: str, depth: int = 5, noise: float = 0.3) -> str:
+    return str(save_adapter(folder(dtype=dtype), Path(tempfile.mkdtemp()) / "made", depth=depth, noise=noise))
+
+
+SKIPS, EXIT = "skip:attn=1,3,4/mlp=2", "exit:5"
+# what a hybrid is loaded with, by its dtype -> the drafters that this adds
+ASSETS: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
+    "itself alone": (lambda dtype: {}, ()),
+    "a hybrid": (lambda dtype: {"draft": str(folder(layers=4, dtype=dtype))}, ("draft-model",)),
+    "one that attends": (lambda dtype: {"draft": str(attending())}, ("draft-model",)),
+    "skips": (lambda dtype: {"plan": SKIPS, "draft_weights": "int4"}, ("layer-skip", "low-bit")),
+    "an exit": (
+        lambda dtype: {"plan": EXIT, "draft_weights": "int8", "max_draft": COLUMNS - 1},
+        ("layer-skip", "low-bit"),
+    ),
+    "few bits": (
+        lambda dtype: {"weights": "int8", "plan": "exit:3", "draft_weights": "int4"},
+        ("layer-skip", "low-bit"),
+    ),
+    "fewer bits": (
+        lambda dtype: {"weights": "int4", "plan": EXIT, "adapter": adapter(dtype)},
+        ("layer-skip", "kangaroo"),
+    ),
+    "an adapter": (lambda dtype: {"adapter": adapter(dtype)}, ("kangaroo",)),
+    "one below attention": (lambda dtype: {"adapter": adapter(dtype, 2)}, ("kangaroo",)),
+    "operators": (
+        lambda dtype: {"plan": EXIT, "adapter": adapter(dtype), "kernels": False},
+        ("layer-skip", "kangaroo"),
+    ),
+    "operators and skips": (lambda dtype: {"plan": SKIPS, "kernels": False}, ("layer-skip",)),
+}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ASSETS)
+def test_texts_are_those_of_plain_decoding_under_every_drafter(
+    kind: str, dtype: str, params: SamplingParams
+) -> None:
+    """Alone, in batches with rows that come and go, and with a drafter that is often wrong."""
+    options, added = ASSETS[kind]
+    check_texts(loaded(dtype=dtype, **options(dtype)), params, added)
+
+
+def check_texts(llm: LLM, params: SamplingParams, added: tuple[str, ...]) -> None:
+    texts = plain_texts(llm, params)
+    names = [*engine_of(llm).drafters, "auto"]
+    assert {"lookup", "prediction", *added} <= set(names)
+    for name in names:
+        for policy in policies(name):
+            found = llm.generate(TEXTS, replace(params, drafter=name, policy=policy))
+            assert [each.token_ids for each in found] == texts, (name, policy)
+            assert name not in added or policy == "auto" or all(each.stats.drafted for each in found)
+
+
+def plain_texts(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [llm.generate([text], replace(params, drafter="none"))[0].token_ids for text in TEXTS]
+
+
+def policies(name: str) -> tuple[str, ...]:
+    if name == "auto":
+        return ("auto",)
+    return ("fixed", "auto") if name in ("lookup", "prediction") else ("fixed", "auto", "confidence")
+
+
+@cache
+def attending() -> Path:
+    return save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=320, tokenizer=True)
+
+
+def test_a_copy_in_few_bits_keeps_what_decides_how_fast_states_fade() -> None:
+    llm = loaded(draft_weights="int4", plan=SKIPS)
+    drafter: Any = engine_of(llm).drafters["low-bit"]
+    own, copied = (
+        runner.decoder.layers[0].attention for runner in (llm.loaded.runner, drafter.draft_pass.runner)
+    )
+    assert copied.rates is own.rates and copied.decay is own.decay and copied.taps is own.taps
+    assert copied.qkv is not own.qkv
+
+
+OWN = ("layer-skip", "kangaroo", "low-bit", "draft-model")
+
+
+@cache
+def with_trees(dtype: str = "bfloat16", drafted: int = 3, siblings: int = 8) -> LLM:
+    options = {"plan": EXIT, "adapter": adapter(dtype), "draft_weights": "int4", "policy": "fixed"}
+    draft, settings = str(folder(layers=4, dtype=dtype)), {"siblings": siblings}
+    return foredraft.load(
+        folder(dtype=dtype), device="cpu", max_batch=3, max_length=900, draft=draft, policy_options=settings,
+        max_draft=drafted, **options,
+    )  # fmt: skip
+
+
+def check_trees(llm: LLM | None = None) -> None:
+    """Siblings beside drafts: some are written, a token more with them, and the texts are those of plain decoding."""
+    llm = llm or with_trees()
+    for params in (GREEDY, SEEDED):
+        texts = plain_texts(llm, params)
+        for name in OWN:
+            found = llm.generate(TEXTS, replace(params, drafter=name, policy="fixed"))
+            assert [each.token_ids for each in found] == texts, name
+            assert name == "draft-model" or any(each.stats.siblings for each in found), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("drafted", "siblings"), [(3, 8), (1, 26), (20, 7)])
+def test_token_trees_give_the_same_texts(dtype: str, drafted: int, siblings: int) -> None:
+    check_trees(with_trees(dtype, drafted, siblings))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_adapter_that_is_the_last_layer_is_always_right(native: bool) -> None:
+    llm = loaded(
+        dtype="float32", adapter=adapter("float32", 7, 0.0), **({} if native else {"kernels": False})
+    )
+    for each in llm.generate(TEXTS, replace(GREEDY, drafter="kangaroo", policy="fixed")):
+        assert each.stats.accepted == each.stats.drafted > 0
 
 
 def check_samples() -> None:
@@ -305,6 +413,21 @@ def test_a_draft_model_reads_what_the_prefix_cache_has_of_the_target_alone() -> 
     llm.close()
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_kept_prompts_and_samples_with_drafts_by_own_layers(name: str) -> None:
+    llm = with_trees.__wrapped__()
+    engine_of(llm).prefix_cache = PrefixCache(1 << 26)
+    prompt = "x = [1, 2, 3]\n" * 50
+    for params, n in ((GREEDY, 1), (SEEDED, 5)):
+        plain = llm.generate([prompt, TEXTS[0]], replace(params, drafter="none"), n=n)
+        for again in range(2):
+            found = llm.generate([prompt, TEXTS[0]], replace(params, drafter=name, policy="fixed"), n=n)
+            assert [each.token_ids for each in found] == [each.token_ids for each in plain], (n, again)
+            assert all(each.stats.drafted for each in found)
+    assert found[0].cached_tokens >= 256
+    llm.close()
+
+
 def test_every_choice_has_the_scores_of_its_prompt() -> None:
     outputs = loaded().generate(TEXTS[2:3], replace(SEEDED, prompt_logprobs=0, max_new_tokens=1), n=4)
     scores = [each.prompt_logprobs for each in outputs]
@@ -312,18 +435,17 @@ def test_every_choice_has_the_scores_of_its_prompt() -> None:
     assert all(each == scores[0] for each in scores)
 
 
-@pytest.mark.parametrize("drafted", [31, 63])
+@pytest.mark.parametrize("drafted", [COLUMNS - 1, 63])
 def test_a_hybrid_drafts_as_far_as_its_log_reaches(drafted: int) -> None:
     """For a target that attends, and so takes longer drafts."""
-    target = save_attending(Path(tempfile.mkdtemp()))
+    target = attending()
     llm = foredraft.load(
         target, device="cpu", draft=folder(layers=4), policy="fixed", max_draft=drafted, drafter="draft-model"
     )
-    long = replace(GREEDY, max_new_tokens=90)
-    text = llm.generate(TEXTS[:2], replace(long, drafter="none"))
-    found = llm.generate(TEXTS[:2], long)
+    text = llm.generate(TEXTS[:2], replace(LONG, drafter="none"))
+    found = llm.generate(TEXTS[:2], LONG)
     assert [each.token_ids for each in found] == [each.token_ids for each in text]
-    assert max(each.stats.drafted for each in found) > 31
+    assert max(each.stats.drafted for each in found) > COLUMNS
     llm.close()
 
 
@@ -348,15 +470,110 @@ def broken_off(prefill: Any) -> Any:
     return mutated
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def continued(runner: Runner, tokens: list[int], count: int) -> list[int]:
+    """Return what a model says greedily behind tokens that it reads for the first time."""
+    reading = Reading(runner, positions=len(tokens) + count)
+    reading.prompt(tokens[:-1])
+    for _ in range(count):
+        reading.go_on([tokens[-1:]], [1])
+        tokens = [*tokens, int(reading.logits[0][len(tokens) - 1].argmax())]
+    return tokens[-count:]
+
+
+def check_retokenized() -> None:
+    """A hybrid drafts what it would say behind the text, of which the end changes as it grows."""
     other = save_checkpoint(Path(tempfile.mkdtemp()), vocab_size=290, tokenizer=True)
-    with pytest.raises(ConfigError, match="retokenize does not draft where layers of the draft model are"):
-        foredraft.load(other, device="cpu", draft=folder())
-    for name in ("layer-skip", "low-bit"):
-        with pytest.raises(
-            ConfigError, match=f"{name} does not draft where layers of the target are recurrent"
-        ):
-            foredraft.load(folder(), device="cpu", drafter=name)
+    llm = foredraft.load(other, device="cpu", draft=folder(), policy="fixed", max_batch=2, max_length=900)
+    drafter: Any = engine_of(llm).drafters["retokenize"]
+    sound, seen = drafter._continue, list[tuple[list[int], list[int]]]()
+
+    def spied(turns: dict[int, Any]) -> Any:
+        said = sound(turns)
+        seen.extend((turns[row].tokens, ids) for row, ids in said.items())
+        return said
+
+    try:
+        texts = [llm.generate([text], replace(LONG, drafter="none"))[0].token_ids for text in TEXTS]
+        before = drafter.draft_pass.runner.forwarded
+        with replaced(drafter, "_continue", spied):
+            found = llm.generate(TEXTS, LONG)
+        assert [each.token_ids for each in found] == texts
+        forwarded = drafter.draft_pass.runner.forwarded - before
+        assert forwarded < 2 * sum(len(ids) for _, ids in seen), "little is read again"
+        runner = runner_of()
+        assert len(seen) > 100 and all(ids == continued(runner, text, len(ids)) for text, ids in seen)
+    finally:
+        llm.close()
+
+
+def test_a_hybrid_drafts_in_its_own_tokens() -> None:
+    check_retokenized()
+
+
+def check_own_layers() -> None:
+    """Drafts by the target's own layers, step by step and at once."""
+    check_drafts(
+        {"plan": EXIT, "draft_weights": "int4", "adapter": adapter("bfloat16")}, ("confidence", "fixed")
+    )
+
+
+def check_operators() -> None:
+    """Rows whose drafts end early, beside others."""
+    check_drafts({"plan": "exit:4", "kernels": False}, ("confidence",))
+
+
+@pytest.mark.parametrize("check", [check_own_layers, check_operators])
+def test_drafts_of_rows_that_end_early(check: Callable[[], None]) -> None:
+    check()
+
+
+def check_drafts(options: dict[str, Any], policies: tuple[str, ...]) -> None:
+    llm = foredraft.load(folder(), device="cpu", max_batch=3, max_length=900, **options)
+    try:
+        plain = plain_texts(llm, GREEDY)
+        for name in [name for name in OWN if name in engine_of(llm).drafters]:
+            for policy in policies:
+                found = llm.generate(TEXTS, replace(GREEDY, drafter=name, policy=policy))
+                assert [each.token_ids for each in found] == plain, (
+                    name,
+                    policy,
+                )
+    finally:
+        llm.close()
+
+
+def forgetting(forgets: Callable[..., bool]) -> Mutation:
+    """Let passes, told by their cache and options, leave the logs as they were."""
+
+    def mutated(forward: Any, runner: Runner, cache: CacheLayers, *given: Any, **options: Any) -> Any:
+        rows = cache.recurrent
+        kept = None if rows is None or not forgets(**options) else rows.logs.clone()
+        found = forward(runner, cache, *given, **options)
+        if rows is not None and kept is not None:
+            rows.logs.copy_(kept)
+        return found
+
+    return around(mutated)
+
+
+def begin_further(begin: Any, own: CacheLayers, row: int, start: int, *rest: Any, **more: Any) -> int:
+    base = begin(own, row, start, *rest, **more)
+    return base if more.get("certain") else max(base, start)
+
+
+def apart(first: Any, rows: RecurrentRows, depth: int) -> RecurrentRows | None:
+    part = first(rows, depth)
+    return part and deepcopy(part)
+
+
+def real_alone(runs: Any, pass_: Pass, queries: int, *, ragged: bool) -> Any:
+    """Leave out what operators compute before the real columns of a row."""
+    before = {pass_.first_row + b: 0 if ragged else real.start for b, real in enumerate(pass_.real)}
+    return tuple(
+        replace(run, first=run.first + n, count=run.count - n, start=run.start + n)
+        for run in runs(pass_, queries, ragged=ragged)
+        for n in [before[run.row]]
+    )
 
 
 def no_row_moves(rows: RecurrentRows, source: int, target: int) -> None:
@@ -394,11 +611,24 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
         ("a convolution: what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),
     ],
     check_widths: [
-        ("drafts are folded", KVCache.begin, around(lambda begin, own, row, start, count, **more: (begin(own, row, start, count, **more), start + count)[1]), (AssertionError, ValueError)),
+        ("drafts are folded", CacheLayers.begin, around(lambda begin, own, row, start, count, *rest, **more: (begin(own, row, start, count, *rest, **more), start + count)[1]), (AssertionError, ValueError)),
         ("an entry is taken twice", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].sub_(rows.at[:, row].clamp(max=1)))),
         ("an entry is dropped", RecurrentRows.begin, begins(lambda rows, row, start: rows.at[:, row].copy_((rows.at[:, row] + 1).clamp(max=start)))),
         ("the states of a neighbour", RecurrentRows.begin, begins(lambda rows, row, start: rows.bases[:, row].copy_(rows.bases[:, row - 1]))),
     ],
+    check_own_layers: [
+        ("steps of a draft are folded", CacheLayers.begin, around(begin_further), (AssertionError, ValueError)),
+        ("a draft's entries are kept behind the verifying pass", Runner.forward, forgetting(lambda **options: "invariant" not in options)),
+        ("what a draft logs is missing in layers that are resumed behind", Runner.forward, forgetting(lambda **options: "invariant" in options)),
+        ("the draft's entry at the length counts", CacheLayers.begin, around(lambda begin, *given, **more: begin(*given, **more) + (not more.get("certain"))), (AssertionError, ValueError)),
+        ("an adapter's layers have states of their own", RecurrentRows.first, around(apart), (AssertionError, ValueError)),
+    ],
+    check_retokenized: [
+        ("states follow what may change", Translation.closed, lambda _: lambda own: len(own.tokens())),
+        ("drafts reach further than the log", RecurrentRows.__init__, lambda init: lambda rows, *given: (init(rows, *given), setattr(rows, "reach", 2 * LOG))[0]),
+    ],
+    check_operators: [("padding before the real columns has no states", Pass.runs, around(real_alone))],
+    check_trees: [("the entry of a leaf stays where it was", RecurrentRows.move, lambda _: lambda *given: None)],
     check_rows: [
         ("states stay behind", RecurrentRows.copy, lambda _: no_row_moves),
         ("what is taken lacks the log", RecurrentRows.take, around(lambda take, own, *given: (lambda bases, logs, *rest: (bases, torch.zeros_like(logs), *rest))(*take(own, *given)))),

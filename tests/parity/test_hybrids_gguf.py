@@ -199,7 +199,9 @@ def test_a_file_of_further_layers_alone_is_no_model() -> None:
     def only(stored: dict[str, Any]) -> dict[str, Any]:
         return {name: t for name, t in stored.items() if not name.startswith("blk.") or name[4] == "4"}
 
-    with pytest.raises(CheckpointError, match=r"holds only the layer that predicts further tokens; give the model's own"):
+    with pytest.raises(
+        CheckpointError, match=r"holds only the layer that predicts further tokens; give the model's own"
+    ):
         file_of(saved("qwen3_5", further=True), tensors=only)
 
 

@@ -44,7 +44,7 @@ class Prophet:
     def new_cache(self, rows: int, positions: int) -> Any:
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.positions = positions
-        return SimpleNamespace(zero_row=self.zero_row)
+        return SimpleNamespace(zero_row=self.zero_row, recurrent=None)
 
     def zero_row(self, row: int) -> None:
         self.rows[row].clear()

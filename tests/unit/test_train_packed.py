@@ -20,6 +20,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.tensor_names import written
 from foredraft.model.weights import layer_tensors, load_decoder, read_tensors
 from foredraft.train import students as losses
+from foredraft.train import target as target_module
 from foredraft.train.students import (
     FUNCTIONS,
     AdapterStudent,
@@ -34,6 +35,7 @@ from foredraft.train.target import Document, FrozenTarget, Packed, PackedPass
 from foredraft.train.training_options import LOSSES, parse_loss
 from tests.support.checkpoints import ATTENDING as FAMILIES
 from tests.support.checkpoints import save_checkpoint
+from tests.support.hybrids import save_hybrid
 from tests.support.mutation import Mutation, assert_caught, defect
 from tests.support.mutations import around, instead
 
@@ -124,6 +126,7 @@ def test_other_losses_are_refused(text: str) -> None:
 
 
 CPU = torch.device("cpu")
+HYBRID = "hybrid"
 LENGTHS = (30, 30, 7, 55, 1)  # two of one length; one longer than the window of 24; one without a prediction
 
 
@@ -141,8 +144,14 @@ def alone(decoder: Decoder, document: Document) -> torch.Tensor:
     return logits[0]
 
 
+def saved(folder: Path, family: str) -> Path:
+    if family != HYBRID:
+        return save_checkpoint(folder / family, family)
+    return save_hybrid(folder / family, vocab_size=97, num_hidden_layers=4)
+
+
 def check_packed(folder: Path, family: str) -> None:
-    target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
+    target = FrozenTarget(saved(folder, family), CPU, torch.float32)
     packed = Packed.of(documents(), CPU)
     for aux_layers in ((), (1,)):
         found = target.decoder.head(target.states(packed, aux_layers).last)
@@ -151,9 +160,16 @@ def check_packed(folder: Path, family: str) -> None:
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_packed_documents_have_the_logits_of_decoding(family: str, tmp_path: Path) -> None:
     check_packed(tmp_path, family)
+
+
+def test_a_hybrid_reads_documents_by_operators_where_kernels_do_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "unserved_because", lambda *given: "they are off")
+    check_packed(tmp_path, HYBRID)
 
 
 def test_predicting_columns_precede_what_counts() -> None:
@@ -190,13 +206,13 @@ def ends_predict(of: Callable[..., Any], cls: Any, given: list[Document], device
 
 
 def adapter_student(folder: Path, family: str, **more: Any) -> tuple[FrozenTarget, AdapterStudent]:
-    target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
+    target = FrozenTarget(saved(folder, family), CPU, torch.float32)
     start = layer_tensors(folder / family, target.spec.layers - 1)
     options = {"depth": target.spec.layers - 1, "mlp": True, "bias": target.head_bias, **more}
     return target, AdapterStudent(target.spec, target.head_weight.clone(), start, **options)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "gemma3"), HYBRID])
 def test_an_adapter_starts_as_the_targets_last_layer(family: str, tmp_path: Path) -> None:
     """At that layer's depth it has the target's logits, but for a window of the layer, and its rotation then."""
     target, student = adapter_student(tmp_path, family)
@@ -236,7 +252,7 @@ def check_gradients(folder: Path, family: str, kind: str = WITH_MLP) -> None:
 
 
 @pytest.mark.parametrize("kind", ["attention", WITH_MLP])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_every_parameter_of_an_adapter_learns(family: str, kind: str, tmp_path: Path) -> None:
     check_gradients(tmp_path, family, kind)
 

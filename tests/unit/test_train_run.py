@@ -24,8 +24,9 @@ from foredraft.model.weights import layer_tensors
 from foredraft.train import trainers
 from foredraft.train.students import AdapterStudent, overlap
 from foredraft.train.target import Document, FrozenTarget, Packed
-from foredraft.train.training_options import AdapterOptions, DraftOptions
+from foredraft.train.training_options import AdapterOptions, DraftOptions, Eagle3Options
 from tests.support.checkpoints import save_checkpoint
+from tests.support.hybrids import save_hybrid
 from tests.support.loaded import engine_of
 from tests.support.mutation import assert_caught, defect
 from tests.support.running import forked
@@ -218,6 +219,25 @@ def check_replay(model: Path, adapter: Path) -> None:
 @pytest.mark.heavy
 def test_a_replay_reproduces_every_q_of_decoding(model: Path, trained: Path) -> None:
     check_replay(model, trained)
+
+
+@pytest.mark.heavy
+def test_what_is_trained_for_a_hybrid_decodes(data: Path, tmp_path: Path) -> None:
+    """An adapter as it was trained, and a draft model, whose layers all attend; heads are refused."""
+    target = save_hybrid(tmp_path / "hybrid", num_hidden_layers=4)
+    train(target, options(data, tmp_path, steps=8, kept_states=0.1))
+    assert any((tmp_path / "work" / "states").iterdir())
+    check_replay(target, tmp_path / "adapter")
+    assert drafts_as_plain(target, adapter=tmp_path / "adapter", drafter="kangaroo")
+    given = draft_options(data, tmp_path, steps=8, layers=1, from_layers=(3,))
+    trainers.train(given, str(target), device="cpu")
+    assert ModelSpec.from_folder(tmp_path / "draft").recurrent_layers == ()
+    assert drafts_as_plain(target, draft=tmp_path / "draft", drafter="draft-model")
+    wrong = draft_options(data, tmp_path / "x", layers=1, from_layers=(2,))
+    with pytest.raises(ConfigError, match="names layer 2, which is recurrent"):
+        trainers.train(wrong, str(target), device="cpu")
+    with pytest.raises(ConfigError, match="no head is trained for"):
+        trainers.train(Eagle3Options(data=(data,), out=tmp_path / "head"), str(target), device="cpu")
 
 
 def one_position_late(states: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from foredraft.tune import teacher_forced as teacher_forced_module
 from foredraft.tune.teacher_forced import CalibrationText, CalibrationTexts, ExpectedRounds, TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
+from tests.support.hybrids import save_hybrid
 from tests.support.loaded import engine_of
 from tests.support.mutation import Mutation, assert_caught, defect
 
@@ -33,8 +35,21 @@ FAMILIES = ["llama", "gemma2"]
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "llama-operators"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    family, _, vocab_ops = request.param.partition("-")
-    folder = save_checkpoint(tmp_path_factory.mktemp("m"), family, eos_token_id=None, initializer_range=0.12)
+    return loaded(request.param, tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "llama-operators", "hybrid", "hybrid-operators"])
+def any_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return loaded(request.param, tmp_path_factory.mktemp("m"))
+
+
+def loaded(kind: str, place: Path) -> LLM:
+    family, _, vocab_ops = kind.partition("-")
+    if family == "hybrid":
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        folder = save_hybrid(place, eos_token_id=None, layer_types=kinds, num_hidden_layers=3)
+    else:
+        folder = save_checkpoint(place, family, eos_token_id=None, initializer_range=0.12)
     kernels = False if vocab_ops else None
     return foredraft.load(folder, max_batch=3, max_length=128, drafter="none", kernels=kernels)
 
@@ -73,21 +88,23 @@ def decoded_rounds(llm: LLM, teacher_forced: TeacherForced, skips: str, draft: i
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("skips", PLANS)
-def test_expected_rounds_equal_decoded_rounds_at_temperature_0(llm: LLM, skips: str) -> None:
-    teacher_forced = make_teacher_forced(llm, 0.0)
-    plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
+def test_expected_rounds_equal_decoded_rounds_at_temperature_0(any_llm: LLM, skips: str) -> None:
+    teacher_forced = make_teacher_forced(any_llm, 0.0)
+    plan = Skips.parse(skips).plan(any_llm.loaded.spec.layers)
     counts = teacher_forced.rounds(plan, every_start=True).counts
-    decoded = [decoded_rounds(llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)]
+    decoded = [decoded_rounds(any_llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)]
     assert decoded == counts.tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("skips", PLANS[1:3])
-def test_acceptance_equals_that_of_drafts_made_step_by_step(llm: LLM, skips: str, temperature: float) -> None:
+def test_acceptance_equals_that_of_drafts_made_step_by_step(
+    any_llm: LLM, skips: str, temperature: float
+) -> None:
     """Brute force: at every start, the target prefills the text before it, and the draft runs step by step."""
-    teacher_forced = make_teacher_forced(llm, temperature)
+    teacher_forced = make_teacher_forced(any_llm, temperature)
     runner = teacher_forced.runner
-    plan = Skips.parse(skips).plan(llm.loaded.spec.layers)
+    plan = Skips.parse(skips).plan(any_llm.loaded.spec.layers)
     every, trial = teacher_forced.acceptance(plan, every_start=True), teacher_forced.acceptance(plan)
     for row, text in list(enumerate(teacher_forced.texts))[1:3]:
         cache = runner.new_cache(1, len(text.ids) + MAX_DRAFT)
@@ -139,9 +156,9 @@ def check_restore_gives_the_targets_rows(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_trials_are_independent(llm: LLM, temperature: float) -> None:
-    check_trials_are_independent(llm, temperature)
-    check_restore_gives_the_targets_rows(llm)
+def test_trials_are_independent(any_llm: LLM, temperature: float) -> None:
+    check_trials_are_independent(any_llm, temperature)
+    check_restore_gives_the_targets_rows(any_llm)
 
 
 def overwritten(change: Callable[[int, int], tuple[int, int]]) -> Mutation:

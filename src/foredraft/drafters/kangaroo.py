@@ -184,7 +184,7 @@ class Adapter:
 
 def adapter_spec(target: ModelSpec) -> ModelSpec:
     """Return the spec of an adapter's layer alone: the target's, with full attention and unquantised."""
-    return replace(target.plain_layer(), quantisation=None)
+    return replace(target.plain_layer(), gated_attention=target.gated_attention, quantisation=None)
 
 
 def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter:

@@ -100,6 +100,11 @@ class Translation:
         """Return the reader's ids of the text so far, without the held bytes."""
         return self._closed + self._encoded(self._open)
 
+    @property
+    def closed(self) -> int:
+        """How many of the reader's ids no longer text changes."""
+        return len(self._closed)
+
     def _read(self, data: bytes) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._open += decoder.decode(self.held + data)
@@ -160,6 +165,7 @@ class _Turn:
     budget: int
     tokens: list[int]
     count: int
+    closed: int  # the first ones, which will not change
 
 
 class Retokenize(ModelFreeDrafter):
@@ -223,10 +229,11 @@ class Retokenize(ModelFreeDrafter):
             return seat.translation.tokens()
 
         tokens = self._ask(seat, translated)
-        count = 0
+        closed, count, states = seat.translation.closed, 0, self.cache.recurrent
         if tokens:
-            count = min(self._steps(budget, seat.sequence.tokens, tokens), self.positions - len(tokens))
-        return _Turn(seat, budget, tokens, count)
+            most = self.positions if states is None else min(self.positions, closed + states.reach)
+            count = min(self._steps(budget, seat.sequence.tokens, tokens), most - len(tokens))
+        return _Turn(seat, budget, tokens, count, closed)
 
     def _ask(self, seat: _Seat, ask: Callable[[], list[int]]) -> list[int]:
         """Return tokens that the tokenizers give for a seat; none, now and later, once they fail for it."""
@@ -283,19 +290,25 @@ class Retokenize(ModelFreeDrafter):
         starts, behind = [0] * len(rows), [[0] for _ in rows]
         for at, row in enumerate(rows):
             if row in turns:
-                starts[at] = self._catch_up(row, turns[row].tokens)
+                starts[at] = self._catch_up(row, turns[row].tokens, turns[row].closed)
                 behind[at] = turns[row].tokens[starts[at] :]
         counts = [len(tokens) for tokens in behind]
         return upload(pad_rows(behind), self.draft_pass.runner.decoder.device, torch.int64), starts, counts
 
-    def _catch_up(self, row: int, tokens: list[int]) -> int:
-        """Roll a row back to what it shares with `tokens`, and read ahead; return where to go on."""
-        read = self._rows[row]
-        shared = min(len(read), len(tokens) - 1)
+    def _catch_up(self, row: int, tokens: list[int], closed: int) -> int:
+        """Roll a row back to what it shares with `tokens`, and read ahead; return where to go on.
+
+        The states of recurrent layers follow what is closed, and begin anew where other text was.
+        """
+        read, states, stop = self._rows[row], self.cache.recurrent, len(tokens) - 1
+        shared = min(len(read), stop)
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
+        if states is not None:
+            self.cache.lengths[row], stop = closed, min(closed, stop)
+            start = 0 if start < int(states.at[:, row].max()) else start
         del read[start:]
-        while len(tokens) - start > NEAR:
-            end = next_chunk(start, len(tokens) - 1, self.draft_pass.runner.chunk)
+        while start < stop and len(tokens) - start > NEAR:
+            end = next_chunk(start, stop, self.draft_pass.runner.chunk)
             self.draft_pass.runner.prefill(self.cache, row, tokens[start:end], start)
             read += tokens[start:end]
             start = end

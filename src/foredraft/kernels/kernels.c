@@ -140,6 +140,13 @@ typedef struct {
 // How far behind their positions the keys and values of a group lie; 0 but for a leaf.
 static inline int64_t behind(const Pass *p, int64_t group) { return p->slot ? p->slot[group] - p->start[group] : 0; }
 
+// How many leaves the row of a group has: the groups and the columns right after it.
+static inline int64_t leaves_of(const Pass *p, int64_t group) {
+    int64_t next = group + 1;
+    while (next < p->groups && behind(p, next) && p->row[next] == p->row[group]) next++;
+    return next - group - 1;
+}
+
 static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
 
 // SiLU, GELU in its tanh approximation or exact, ReLU, or its square; NaN stays NaN.

@@ -36,7 +36,6 @@ class DrafterKind:
     autoregressive: bool = False  # it returns logits: its drafts have probabilities and can be sampled
     lossless: bool = True  # the output has exactly the target's distribution
     by_request: bool = False  # it drafts only for requests that bring a text for it
-    of_target: bool = False  # it runs layers of the target
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -140,14 +139,12 @@ DRAFTERS: dict[str, DrafterKind] = {
         _asset("assets", "PLAN_ASSET"),
         given_by="plan",
         autoregressive=True,
-        of_target=True,
     ),
     "kangaroo": DrafterKind(
         "its first layers and a trained adapter",
         _asset("assets", "ADAPTER_ASSET"),
         given_by="adapter",
         autoregressive=True,
-        of_target=True,
     ),
     "low-bit": DrafterKind(
         "the model itself in 4 or 8 bits",
@@ -155,7 +152,6 @@ DRAFTERS: dict[str, DrafterKind] = {
         reads=("plan", "draft_weights"),
         wanted_by={"draft_weights": DEFAULT_COPY},
         autoregressive=True,
-        of_target=True,
     ),
     "auto": DrafterKind("the loaded drafter that pays most, by measured costs", chooses=True),
 }

@@ -20,7 +20,6 @@ from foredraft import demo
 from foredraft.decode.params import SamplingParams, is_number
 from foredraft.decode.policy import Policy
 from foredraft.drafters.asset import Asset, AssetSearch, Found, Missing
-from foredraft.drafters.draft_model import same_vocabulary
 from foredraft.drafters.head_kinds import refuse_unsupported
 from foredraft.errors import CheckpointError, ConfigError, Option, RequestError, did_you_mean
 from foredraft.kinds.compatibility import (
@@ -258,8 +257,6 @@ def choose_drafting(
     draft = find_draft(options, weights=fetch)
     owner = None if draft is None else _owner(draft, options, assets)
     drafter = options.drafter or default_drafter(options.policy, options.assets)
-    if owner is not None and DRAFTERS[owner].of_target and target.spec.recurrent_layers:
-        raise _recurrent("the target").error(owner)
 
     @cache
     def read() -> Checkpoint:
@@ -283,8 +280,7 @@ def choose_drafting(
             free_memory=partial(free_memory, device),
             found=tuple(found.values()),
         )
-        unfit = _unfit_for_recurrence(name, target, draft if owner in (None, name) else None, read)
-        one = asset.find(search) if unfit is None else unfit
+        one = asset.find(search)
         if isinstance(one, Found):
             found[name] = one
         elif search.draft != draft and DRAFTERS[name].given_by == "draft":
@@ -295,23 +291,6 @@ def choose_drafting(
         drafter = default_drafter(options.policy, options.assets, missing)
     check_fits_assets(drafter, options.policy, options.draft_sampling, found, missing)
     return ChosenDrafting(drafter, found, missing)
-
-
-def _unfit_for_recurrence(
-    name: str, target: Checkpoint, draft: Path | None, read: Callable[[], Checkpoint]
-) -> Missing | None:
-    """Return why a drafter does not draft where layers are recurrent; None: it does, or none is."""
-    whose = "the target" if target.spec.recurrent_layers and DRAFTERS[name].of_target else None
-    if name == "retokenize" and draft is not None and read().spec.recurrent_layers:
-        whose = "the draft model"  # whose text changes in the middle
-        if not same_vocabulary(target, read()):
-            raise _recurrent(whose).error(name)
-    return None if whose is None else _recurrent(whose)
-
-
-def _recurrent(whose: str) -> Missing:
-    remedy = ("give ", Option("drafter", "lookup"), ", or a draft model of the same tokenizer")
-    return Missing(f"does not draft where layers of {whose} are recurrent", remedy)
 
 
 def _owner(draft: Path, options: LoadOptions, assets: Mapping[str, Asset]) -> str | None:

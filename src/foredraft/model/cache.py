@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foredraft.kernels import pool
 from foredraft.model.recurrent import RecurrentRows, recurrent_bytes
-from foredraft.model.spec import OUTSIDE, ModelSpec
+from foredraft.model.spec import OUTSIDE, ModelSpec, Plan
 
 # A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
 STORED_MULTIPLE = 1024
@@ -63,6 +63,7 @@ class CacheLayers:
     """The keys and values that a pass reads and writes, layer by layer: of one cache, or of two joined."""
 
     recurrent: RecurrentRows | None = None  # what recurrent layers keep
+    lengths: list[int]  # the valid positions of each row; the owner of the sequences sets them
 
     def __init__(self, layers: Sequence[Tensor], positions: int, slack: int, *, blocked: bool) -> None:
         _, self.rows, _, self.stored, _ = layers[0].shape
@@ -73,13 +74,27 @@ class CacheLayers:
         self._layer_keys = [_in_blocks(layer[0], blocked) for layer in layers]
         self._pointers = array("Q", (layer.data_ptr() for layer in layers))
 
-    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
-        """Begin a pass of recurrent layers over a row; return the position to which their bases move."""
-        raise NotImplementedError("joined layers have no lengths")
+    def recurring(self, plan: Plan, start: int, stop: int) -> list[int]:
+        """Return the layers of [start, stop) that run and are recurrent, as places among all that are."""
+        layers = () if self.recurrent is None else self.recurrent.layers
+        return [n for n, layer in enumerate(layers) if start <= layer < stop and plan.attention[layer]]
+
+    def begin(self, row: int, start: int, count: int, own: Sequence[int], *, certain: bool = False) -> int:
+        """Begin a pass of recurrent layers over a row; return the position to which their bases move.
+
+        Unless it reads a prompt, that is the row's length at most: what is behind it may be drafted.
+        """
+        assert self.recurrent is not None
+        base = start + count if certain else min(self.lengths[row], start)
+        self.recurrent.begin(row, start, start if certain else start + count, base, own)
+        return base
 
     def joined(self, depth: int, other: CacheLayers) -> CacheLayers:
+        """Return the layers below `depth`, and all of another cache behind them."""
         layers = (*self._layers[:depth], *other._layers)
-        return CacheLayers(layers, self.positions, self.slack, blocked=self.blocked)
+        joined = CacheLayers(layers, self.positions, self.slack, blocked=self.blocked)
+        joined.recurrent, joined.lengths = self.recurrent and self.recurrent.first(depth), self.lengths
+        return joined
 
     def chosen(self, layers: Sequence[int]) -> CacheLayers:
         chosen = [self._layers[layer] for layer in layers]
@@ -139,8 +154,8 @@ class KVCache(CacheLayers):
         all_layers = [places[layer] for layer in stored_in]
         super().__init__(all_layers, positions, slack, blocked=blocked)
         if spec.recurrent is not None:
-            self.recurrent = RecurrentRows(spec.recurrent, len(spec.recurrent_layers), rows, device, dtype)
-        self.lengths = [0] * rows  # the valid positions of each row; the owner of the sequences sets them
+            self.recurrent = RecurrentRows(spec.recurrent, spec.recurrent_layers, rows, device, dtype)
+        self.lengths = [0] * rows
         # keys in blocks, and values [layers, R, H, P, D], of every plane
         self._pairs = [(_in_blocks(plane[:, 0], blocked), plane[:, 1]) for plane in self.planes]
 
@@ -175,12 +190,8 @@ class KVCache(CacheLayers):
             moved = keys[:, row, :, source // block, :, source % block]
             keys[:, row, :, target // block, :, target % block] = moved
             values[:, row, :, target] = values[:, row, :, source]
-
-    def begin(self, row: int, start: int, count: int, *, certain: bool = False) -> int:
-        assert self.recurrent is not None
-        base = start + count if certain else min(self.lengths[row], start)
-        self.recurrent.begin(row, start, start if certain else start + count, base)
-        return base
+        if self.recurrent is not None:
+            self.recurrent.move(row, source, target)
 
     def base(self, row: int) -> int:
         """Return the position below which the length of a row must not be set."""

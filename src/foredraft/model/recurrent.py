@@ -3,8 +3,9 @@
 A row of the cache has a *base*, the state of a layer at a position, and a *log* of what the projections gave
 for the positions around and after it, at their places modulo LOG. A pass takes the base, goes token by token
 through the entries up to its first column, and through its columns. Only positions below the row's length
-move the base, so that rollback sets a length, and what a draft wrote behind it is written again by the pass
-that verifies it. A chunk of a prompt is certain, and moves the base to its end.
+move the base, so that rollback sets a length. What a draft wrote behind it, be it by the target's own layers,
+is written again by the pass that verifies it. A leaf of a token tree is logged behind the columns, until the
+text goes on after it. A chunk of a prompt is certain, and moves the base to its end.
 
 Every position takes the same operations in the same order, whatever pass it is in, so its bits are the same.
 """
@@ -12,6 +13,7 @@ Every position takes the same operations in the same order, whatever pass it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -25,7 +27,9 @@ from foredraft.model.recurrent_sizes import RecurrentSizes
 if TYPE_CHECKING:
     from foredraft.model.spec import ModelSpec
 
-LOG = 64  # positions of a log: more than those of a pass, of a draft before it, and of the taps
+LOG = 64  # positions of a log
+# columns of a pass at most: a log holds as many leaves behind them, or those of a pass before, and 8 taps
+COLUMNS = 28
 LANES = 16  # values of a block of states are a multiple of it
 
 
@@ -48,8 +52,8 @@ class Recurrence:
         return [self.qkv, *rates, self.output]
 
     def changed(self, change: Callable[[Product], Product]) -> Self:
-        rates = None if self.rates is None else change(self.rates)
-        return replace(self, qkv=change(self.qkv), rates=rates, output=change(self.output))
+        """Return these with products changed, but for the rates: small, they decide how fast states fade."""
+        return replace(self, qkv=change(self.qkv), output=change(self.output))
 
     def project(self, x: Tensor, span: RowSpan | None) -> tuple[Tensor, Tensor]:
         """Return the entries [N, entry] of hidden states [N, hidden], and what gates their outputs."""
@@ -95,22 +99,40 @@ class RecurrentRows:
     """The bases and logs of all rows, layer by layer."""
 
     def __init__(
-        self, sizes: RecurrentSizes, layers: int, rows: int, device: torch.device, dtype: torch.dtype
-    ):
+        self,
+        sizes: RecurrentSizes,
+        layers: Sequence[int],
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.taps, blocks = sizes.taps, sizes.value_dim // block_of(sizes)
-        shape = (layers, rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
+        self.layers = tuple(layers)
+        self.reach = LOG - self.taps  # positions behind a base that the log holds, and taps before it
+        shape = (len(layers), rows, sizes.value_heads, blocks, sizes.key_dim, block_of(sizes))
         self.bases = pool.zeros(shape, torch.float32, device)
-        self.logs = pool.zeros((layers, rows, LOG, sizes.entry), dtype, device)
+        self.logs = pool.zeros((len(layers), rows, LOG, sizes.entry), dtype, device)
         # the positions of the bases; that at 0 is zero, whatever is stored
-        self.at = torch.zeros(layers, rows, dtype=torch.int64)
+        self.at = torch.zeros(len(layers), rows, dtype=torch.int64)
 
-    def begin(self, row: int, start: int, stop: int, base: int) -> None:
-        """Begin a pass over positions of a row, at 0 anew; its log holds what is between bases and `stop`."""
-        at = self.at[:, row]
+    def first(self, depth: int) -> RecurrentRows | None:
+        """Return those of the layers below `depth`, in the same memory; None without any."""
+        count, part = sum(layer < depth for layer in self.layers), copy(self)
+        part.layers, part.at = self.layers[:count], self.at[:count]
+        part.bases, part.logs = self.bases[:count], self.logs[:count]
+        return part if count else None
+
+    def begin(self, row: int, start: int, stop: int, base: int, own: Sequence[int]) -> None:
+        """Begin a pass of layers over positions of a row, at 0 anew.
+
+        The log holds what is between their bases and `stop`; own: their places among all that are recurrent.
+        """
+        places = torch.tensor(own)
         if start == 0:
-            at[:] = 0
+            self.at[places, row] = 0
+        at = self.at[places, row]
         first, last = int(at.min()), int(at.max())
-        if last > start or start - first > LOG - self.taps or stop - max(first, base) > LOG - self.taps:
+        if last > start or start - first > self.reach or stop - max(first, base) > self.reach:
             raise ValueError(
                 f"row {row} has states at {first} to {last}, not for positions {start} to {stop}"
             )
@@ -126,6 +148,10 @@ class RecurrentRows:
     def base(self, row: int) -> int:
         """Return the position below which a row's length must not be set: its states are there."""
         return int(self.at[:, row].max())
+
+    def move(self, row: int, source: int, target: int) -> None:
+        """Put the entry of a leaf where that of its place is."""
+        self.logs[:, row, target % LOG] = self.logs[:, row, source % LOG]
 
     def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
         """Return copies of what a row holds up to a position: its bases, and its log from their taps on."""

@@ -33,7 +33,7 @@ from foredraft.train.loop import OnProgress, Prepared
 from foredraft.train.target import Batches, Document, FrozenTarget, hold_out
 from foredraft.train.texts import DocumentReader
 from foredraft.train.training_checkpoints import MAKE_ROOM, Processes, broken_line, whole_lines
-from foredraft.train.training_options import AdapterOptions, DraftOptions, TrainOptions
+from foredraft.train.training_options import TrainOptions
 from foredraft.user_cache import cache_folder, make_folder
 
 FILE = "self_generated.jsonl"
@@ -71,11 +71,6 @@ def prepare(asked: Asked, check: Callable[[Any, Checkpoint, str], object]) -> Pr
     if checkpoint.tokenizer is None:
         problem = f"{checkpoint.source} has no tokenizer, so no text can be read"
         raise ConfigError(problem, remedy=GIVE_TOKENIZER)
-    if checkpoint.spec.recurrent_layers and isinstance(options, (AdapterOptions, DraftOptions)):
-        problem = f"only heads are trained for {checkpoint.source}, whose layers are recurrent"
-        raise ConfigError(
-            problem, remedy="train one with `foredraft train eagle3`, or train its own by `mtp`"
-        )
     hash = target_hash(checkpoint.source)
     check(options, checkpoint, hash)
     key = RunKey.of(options, hash)

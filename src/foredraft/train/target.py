@@ -2,7 +2,7 @@
 states.
 
 Layers run as in decoding. Only attention differs: there is no cache, and a column sees its own document
-alone.
+alone. A target with recurrent layers reads one document after the other, as it reads prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.decoder import Layer, finish, project
 from foredraft.model.layers import soft_cap
 from foredraft.model.rope import Rope
-from foredraft.model.runner import Runner, next_chunk, unserved_because
+from foredraft.model.runner import Runner, unserved_because
 from foredraft.model.safetensors_file import SafetensorsFile, write_tensors
 from foredraft.model.source import ModelSource, source_of
 from foredraft.model.spec import ModelSpec
@@ -119,7 +119,7 @@ class PackedPass:
         spec, window = self.spec, self.spec.windows[index]
         heads, kv_heads, dim = spec.heads, spec.kv_heads_of(window), spec.head_dim_of(window)
         rope, rotates = spec.rope_of(window), index not in spec.unrotated
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q, k, v, gates = torch.tensor_split(qkv, (heads, heads + kv_heads, heads + 2 * kv_heads), 1)
         q = self.rotated(q, spec.query_rope or rope) if rotates else q
         if spec.stores(index):
             k = self.rotated(k, rope) if rotates else k
@@ -133,7 +133,8 @@ class PackedPass:
             q, k, v = (part[columns].view(count, length, -1, dim).transpose(1, 2) for part in parts)
             out = self._attention(q, k, v, window)  # [documents, H, T, D]
             outputs.append(out.transpose(1, 2).reshape(count * length, heads * dim))
-        return torch.cat(outputs)
+        out = torch.cat(outputs)
+        return out * torch.sigmoid(gates).flatten(1) if spec.gated_attention else out
 
     def rotated(self, x: Tensor, rope: Rope) -> Tensor:
         """Return heads [N, H, D] with their first channels rotated."""
@@ -215,11 +216,12 @@ class FrozenTarget:
     """The model whose next token a student learns."""
 
     def __init__(self, place: ModelSource | Path, device: torch.device, dtype: torch.dtype) -> None:
-        recurs = bool(source_of(place).spec.recurrent_layers)
-        native = recurs and unserved_because(source_of(place).spec, device, dtype) is None
+        spec = source_of(place).spec
+        recurs = bool(spec.recurrent_layers)
+        native = recurs and unserved_because(spec, device, dtype) is None
         self.decoder = load_decoder(place, device, dtype, native=native)
         self.spec = self.decoder.spec
-        self._runner = Runner(self.decoder) if recurs else None  # reads text by text
+        self.reader = Runner(self.decoder, deterministic=False) if recurs else None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the block in which students, whose weights are float32, compute as the target does."""
@@ -243,8 +245,8 @@ class FrozenTarget:
     @torch.no_grad()
     def states(self, packed: Packed, aux_layers: Sequence[int]) -> States:
         """Return the states of one forward, in which every layer runs once."""
-        if self._runner is not None:
-            return self._read(self._runner, packed, aux_layers)
+        if self.reader is not None:
+            return self._read(self.reader, packed, aux_layers)
         layers, done = self.decoder.layers, 0
         inputs = self.decoder.layer_inputs(packed.tokens)
         pass_ = PackedPass(self.spec, packed, self.decoder.dtype, inputs)
@@ -256,19 +258,18 @@ class FrozenTarget:
         aux_states = torch.cat([found[cut] for cut in aux_layers], -1) if aux_layers else None
         return States(aux_states, pass_.run(layers[done:], x, done)[packed.predicting])
 
-    def _read(self, runner: Runner, packed: Packed, aux_layers: Sequence[int]) -> States:
-        """Return the states of texts that are read as prompts are."""
-        depths, found = (*aux_layers, self.spec.layers), list[list[Tensor]]()
-        cache = runner.new_cache(1, max(packed.lengths))
-        for ids in torch.split(packed.tokens, list(packed.lengths)):
-            tokens, start = ids.tolist(), 0
-            while start < len(tokens):
-                stop = next_chunk(start, len(tokens), runner.chunk)
-                forward = runner.prefill(cache, 0, tokens[start:stop], start, aux_layers=depths)
-                found.append([forward.aux_states[depth][0, : stop - start].clone() for depth in depths])
-                start = stop
-        *aux_states, last = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return States(torch.cat(aux_states, -1) if aux_states else None, last[packed.predicting])
+    def _read(self, reader: Runner, packed: Packed, aux_layers: Sequence[int]) -> States:
+        """Return the states of documents that are read as prompts are."""
+        cache, depths = reader.new_cache(1, max(packed.lengths)), (*aux_layers, self.spec.layers)
+        aux, last = list[Tensor](), list[Tensor]()
+        for document in torch.split(packed.tokens, list(packed.lengths)):
+            for start in range(0, len(document), reader.chunk):
+                tokens = document[start : start + reader.chunk].tolist()
+                found = reader.prefill(cache, 0, tokens, start, aux_layers=depths).aux_states
+                *own, leaving = (found[depth][0] for depth in depths)
+                aux += [torch.cat(own, -1)] if own else []
+                last.append(leaving)
+        return States(torch.cat(aux) if aux else None, torch.cat(last)[packed.predicting])
 
     @torch.no_grad()
     def log_probs(self, last: Tensor) -> Tensor:

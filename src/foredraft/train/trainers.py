@@ -240,7 +240,10 @@ def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOpt
     if (wrong := next((layer for layer in chosen if layer >= target.layers), None)) is not None:
         problem = f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}"
         raise ConfigError(problem, option="from_layers", remedy="name others")
-    if any(window is not None for window in target.windows) or "layer_types" in made:
+    if (recurs := next(filter(target.recurrent_layers.__contains__, options.from_layers), None)) is not None:
+        problem = f"names layer {recurs}, which is recurrent, and a draft model that is trained attends"
+        raise ConfigError(problem, option="from_layers", remedy="name layers that attend")
+    if target.recurrent_layers or any(target.windows) or "layer_types" in made:
         windows = [target.windows[layer] for layer in chosen]
         made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if target.unrotated or "no_rope_layers" in made:

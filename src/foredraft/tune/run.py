@@ -97,9 +97,6 @@ def tune(
 
 def _check_layers(spec: ModelSpec) -> None:
     """Raise ConfigError where the layers of a model cannot be skipped one by one."""
-    if spec.recurrent_layers:
-        problem = f"cannot search for sub-layers to skip in a {spec.architecture}, whose layers are recurrent"
-        raise ConfigError(problem, remedy="draft for it by lookup, or by a draft model")
     if spec.producers or spec.layer_input_size:
         what = "read the keys and values of others" if spec.producers else "take inputs besides their states"
         problem = f"cannot search for sub-layers to skip in a {spec.architecture} whose layers {what}"

@@ -103,7 +103,9 @@ class _Sample:
         self.layers = self.runner.decoder.spec.layers
         rows = max(1, min(len(teacher_forced.texts), MAX_COLUMNS // teacher_forced.max_draft))
         of_each_text = teacher_forced.blocks([0] * len(teacher_forced.texts))[:rows]
-        blocks = [drafts[len(drafts) // 2] for drafts in of_each_text]  # away from both ends of the text
+        # away from both ends of the text, or where its states are
+        places = (0 if teacher_forced.recurs else len(drafts) // 2 for drafts in of_each_text)
+        blocks = [drafts[place] for place, drafts in zip(places, of_each_text, strict=True)]
         self.tokens, self.starts = teacher_forced.inputs(blocks)
         self.counts = [block.columns for block in blocks]
         width = self.tokens.shape[1]

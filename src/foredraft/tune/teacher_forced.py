@@ -12,7 +12,8 @@ evenly spaced starts is too high, because rounds begin at hard tokens more often
 Every column attends to what it would attend to in decoding: the target's keys and values before the first
 column of its draft, and the draft's own from there on. The texts are cut into drafts of K columns, and passes
 go from the last draft of a text to its first, so that no pass reads what a draft wrote; `restore` copies the
-target's keys and values back before the next trial.
+target's keys and values back before the next trial. The states of recurrent layers go forwards alone. There,
+passes begin with the first draft, and the target reads its columns again before the next one, as in decoding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,8 +45,9 @@ from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.llm.loaded import Loaded
 from foredraft.loading.machine_limits import free_memory
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import KVCache, Span
 from foredraft.model.memory import upload
+from foredraft.model.recurrent import recurrent_bytes
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.source import ModelSource
 from foredraft.model.spec import Plan
@@ -302,14 +305,15 @@ class TeacherForced:
         rows, positions = len(self.texts), max(len(text.ids) for text in self.texts) + max_draft
         _check_memory(runner, self.texts, positions)
         self.cache: KVCache = runner.new_cache(rows, positions)  # the target's; drafts overwrite it
+        self.recurs = self.cache.recurrent is not None
         self.drafting.reserve_positions(self.cache.stored)
         width = max(self.lengths) + max_draft
         self._p = torch.ones(rows, int(width), device=device)  # target's probability of each new token
         read = Steps(progress, "read", sum(len(text.ids) for text in self.texts))
+        self.copies = list[Span]()
         for row, text in enumerate(self.texts):
             self._read(row, text)
             read(len(text.ids))
-        self.copies = tuple(self.cache.take(row, *_overwritten(text)) for row, text in enumerate(self.texts))
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> ExpectedRounds:
         """Return the expected rounds of a plan's drafts."""
@@ -331,15 +335,16 @@ class TeacherForced:
         return acceptance
 
     def blocks(self, offsets: list[int]) -> list[list[DraftSpan]]:
-        """Cut each text into drafts, the first of them `offset` tokens long, and list the last one first."""
+        """Cut each text into drafts, the first of them `offset` tokens long, in the order of passes."""
         found: list[list[DraftSpan]] = []
         for row, (text, offset) in enumerate(zip(self.texts, offsets, strict=True)):
             cuts = [0, *range(offset or self.max_draft, text.new_tokens, self.max_draft), text.new_tokens]
-            found.append([DraftSpan(row, start, stop - start) for start, stop in pairwise(cuts)][::-1])
+            spans = [DraftSpan(row, start, stop - start) for start, stop in pairwise(cuts)]
+            found.append(spans if self.recurs else spans[::-1])
         return found
 
     def restore(self) -> None:
-        """Copy the target's keys and values back to all positions that drafts overwrite."""
+        """Copy back what drafts overwrite: the target's keys and values, or its states before them."""
         for span in self.copies:
             self.cache.put_back(span)
 
@@ -370,11 +375,15 @@ class TeacherForced:
         for blocks in self.passes(self.blocks(offsets)):
             self.before_pass()
             tokens, starts = self.inputs(blocks)
-            counts = [block.columns for block in blocks]
-            hidden = self.drafting.forward(
-                self.cache, tokens, starts, first_row=blocks[0].row, idle=[not count for count in counts],
-                counts=counts, plan=plan, want_logits=False, invariant=False,
-            ).hidden  # fmt: skip
+            counts, first = [block.columns for block in blocks], blocks[0].row
+            run = partial(
+                Runner.forward, cache=self.cache, tokens=tokens, starts=starts, first_row=first,
+                counts=counts, idle=[not count for count in counts], want_logits=False, invariant=False,
+            )  # fmt: skip
+            self.cache.lengths[first : first + len(starts)] = starts
+            hidden = run(self.drafting, plan=plan).hidden
+            if self.recurs:
+                run(self.runner)
             device = tokens.device
             real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
             drafted = [
@@ -400,10 +409,12 @@ class TeacherForced:
 
     @torch.inference_mode()
     def _read(self, row: int, text: CalibrationText) -> None:
-        """Prefill a text with the target, and keep the target's probabilities of its new tokens."""
-        start, stop = 0, len(text.ids)
+        """Prefill a text with the target; keep its probabilities of new tokens, and what drafts overwrite."""
+        (copied, to), start, stop = _overwritten(text), 0, len(text.ids)
         while start < stop:
-            end = next_chunk(start, stop, self.runner.chunk)
+            if self.recurs and start == copied:
+                self.copies.append(self.cache.take(row, start, start))
+            end = next_chunk(start, copied if self.recurs and start < copied else stop, self.runner.chunk)
             hidden = self.runner.prefill(self.cache, row, list(text.ids[start:end]), start).hidden[0]
             first, last = max(start, text.prompt_length - 1), min(end, stop - 1)
             if first < last and not self._greedy:  # a greedy text has each of its tokens with probability 1
@@ -411,6 +422,8 @@ class TeacherForced:
                 own = self._probabilities(self.runner, hidden[first - start : last - start], tokens)
                 self._p[row, first + 1 - text.prompt_length : last + 1 - text.prompt_length] = own
             start = end
+        if not self.recurs:
+            self.copies.append(self.cache.take(row, copied, to))
 
 
 def _overwritten(text: CalibrationText) -> tuple[int, int]:
@@ -423,7 +436,8 @@ def _check_memory(runner: Runner, texts: Sequence[CalibrationText], positions: i
     decoder = runner.decoder
     copied = sum(stop - start for start, stop in map(_overwritten, texts))
     need = len(texts) * KVCache.bytes_per_row(decoder.spec, positions, decoder.dtype)
-    need += KVCache.bytes_of(decoder.spec, copied, decoder.dtype)
+    states = len(texts) * recurrent_bytes(decoder.spec, decoder.dtype)
+    need += states or KVCache.bytes_of(decoder.spec, copied, decoder.dtype)
     free = free_memory(decoder.device)
     if need > free:
         raise ConfigError(

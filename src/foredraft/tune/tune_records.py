@@ -134,9 +134,8 @@ def measure_plan_costs(
     everything = range(spec.layers)
     full = Plan.full(spec.layers)
     nothing = full.without(everything, everything)
-    layers_of = {
-        window: [i for i, own in enumerate(spec.windows) if own == window] for window in spec.windows
-    }
+    kinds = [(spec.attends(layer), window) for layer, window in enumerate(spec.windows)]
+    layers_of = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in kinds}
     others = (set(everything).difference(layers) for layers in layers_of.values())
     alone = [*(full.without(rest, everything) for rest in others), full.without(attention=everything)]
     bare = BareForwards(loaded.runner, 1, context, longest + 1)
@@ -154,11 +153,11 @@ def measure_plan_costs(
     *own, whole = (max(0.0, (drafts[plan, longest] - start) / longest - fixed) for plan in (*alone, full))
     (*attention, mlp), together = _parts(own, whole)
     each = [part / len(layers) for part, layers in zip(attention, layers_of.values(), strict=True)]
-    by_window = dict(zip(layers_of, each, strict=True))
+    by_kind = dict(zip(layers_of, each, strict=True))
     # fewer columns never cost more: a sample that says otherwise was disturbed, and the table corrects it
     table = CostTable({1: {rows: median(steps["verify", rows]) for rows in range(2, longest + 2)}}, {})
     return PlanCosts(
-        seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
+        seconds, fixed, tuple(by_kind[kind] for kind in kinds), mlp / spec.layers,
         tuple(max(1.0, table.verify(1, rows)) for rows in range(2, longest + 2)),
         measure_exit_costs(loaded, context, longest, of_exits, after) if exits else None, together, start,
     )  # fmt: skip

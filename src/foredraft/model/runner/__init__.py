@@ -19,7 +19,7 @@ from foredraft.model.attention import rope_tables
 from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder
 from foredraft.model.memory import dtype_name, upload
-from foredraft.model.recurrent import LOG
+from foredraft.model.recurrent import COLUMNS
 from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.runner.native.native_backend import NativeBackend
 from foredraft.model.runner.passes import (
@@ -81,8 +81,8 @@ class Runner:
             backend = TorchBackend(decoder, deterministic, probed, shapes, compile)
         self.backend, self.by_kernels, self.takes_leaves = backend, backend.native, backend.takes_leaves
         self.shapes, self.max_queries = backend.shapes, backend.max_queries
-        if decoder.spec.recurrent is not None:  # a leaf would need the states of its place among the columns
-            self.takes_leaves, self.max_queries = False, min(self.max_queries, LOG // 2)
+        if decoder.spec.recurrent is not None:
+            self.max_queries = min(self.max_queries, COLUMNS)
         self.chunk = CHUNK  # positions of a prefill pass
         self.forwarded = 0  # real columns that were computed so far, of all passes
         self._full = Plan.full(decoder.spec.layers)

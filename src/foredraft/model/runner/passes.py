@@ -155,15 +155,18 @@ class Pass:
         ]
 
     def runs(self, queries: int, *, ragged: bool) -> tuple[Run, ...]:
-        """Return the real columns of rows among those that are computed, for recurrent layers."""
-        found, before = list[Run](), 0
-        for b, columns in enumerate(self.real):
+        """Return the real columns of rows among all that are computed, for the recurrent layers that run."""
+        found, before, own = list[Run](), 0, self.cache.recurring(self.plan, self.start, self.stop)
+        for b, real in enumerate(self.real):
+            # padding before the real columns is computed as they are, since its keys are written, too
+            columns = real if ragged else range(real.stop)
             row, start, count = self.first_row + b, self.starts[b] + columns.start, len(columns)
-            if count:
-                base = self.cache.begin(row, start, count, certain=self.prefill)
+            if count and own:
+                reach = max([count, *(column + 1 - columns.start for column in self.leaves_of(b))])
+                base = self.cache.begin(row, start, reach, own, certain=self.prefill)
                 first = before if ragged else b * queries + columns.start
                 found.append(Run(row, first, count, start, base))
-            before += count
+            before += len(real)
         return tuple(found)
 
     def below(self, resume: Resume) -> Pass | None:

@@ -172,13 +172,12 @@ class NativeBackend:
             tokens = None
             x = pass_.hidden.reshape(batch * width, -1)  # [B * T, D]
             x = x.clone() if real is None else x[real]
-        recurs = self.decoder.spec.recurrent is not None
-        bases = [run.base for run in pass_.runs(width, ragged=True)] if recurs else ()
+        moved = {run.row: run.base for run in pass_.runs(width, ragged=True)}
         depths = sorted(depth for depth in pass_.aux_layers if depth < pass_.stop)
         logits, states = self.forward(
             tokens, x, pass_.cache, groups, (pass_.plan, pass_.start, pass_.stop),
             head=pass_.head and pass_.at is None, inputs=inputs, aux_layers=depths,
-            bases=bases,
+            bases=[moved.get(row, 0) for row, *_ in groups],
         )  # fmt: skip
         aux_states = {depth: asked(own) for depth, own in zip(depths, states, strict=True)}
         if pass_.stop in pass_.aux_layers:
@@ -269,8 +268,8 @@ class NativeBackend:
         starts, tokens = inputs.starts, inputs.tokens
         groups = [(row, starts[row], len(tokens[row]), starts[row]) for row in active]
         counts = {row: len(tokens[row]) + inputs.lengths[row] - 1 for row in active}
-        recurs = self.decoder.spec.recurrent is not None
-        bases = [cache.begin(row, starts[row], counts[row]) for row in active] if recurs else ()
+        own = cache.recurring(plan, 0, self.decoder.spec.layers)
+        bases = [cache.begin(row, starts[row], counts[row], own) if own else 0 for row in active]
         pass_ = pass_struct(cache, groups, self._rotary, None, bases, self._rows_of(cache))
         drawn, finite = (torch.zeros(rows, steps, dtype=kind) for kind in (torch.int64, torch.bool))
         most, sampling, keys, probs, states = max(inputs.choices, default=0), CSampling(), None, None, None
