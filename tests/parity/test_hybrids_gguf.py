@@ -30,6 +30,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.runner.native.products import NativeCodes
 from foredraft.model.weights import load_decoder
 from foredraft.quantise.command import quantise_checkpoint
+from tests.exactness.test_hybrids import check_widths
 from tests.parity.test_logits import close, prompt_logits
 from tests.support.checkpoints import save_variant
 from tests.support.hybrids import rewrite
@@ -134,6 +135,13 @@ def check_codes(kind: str = "Q8_0", variant: str = "qwen3_5-three-a-key") -> Non
 @pytest.mark.parametrize("variant", ["qwen3_5-three-a-key", "qwen3_5-as-many"])
 def test_codes_are_those_that_a_file_stands_for(kind: str, variant: str) -> None:
     check_codes(kind, variant)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_passes_of_any_width_give_the_same_bits(kind: str) -> None:
+    """Though the inputs of a product with codes are ordered first."""
+    file = file_of(saved("qwen3_5-three-a-key", vocab_size=320, **WHOLE), kind)
+    check_widths(Runner(load_decoder(file, native=True)))
 
 
 def check_further() -> None:
