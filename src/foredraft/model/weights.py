@@ -436,10 +436,12 @@ class _Builder:
         normed, after = spec.head_norms or spec.projection_norms, spec.post_norms or spec.sum_norms
         q_size, k_size = (q_rows, kv_rows) if spec.projection_norms else (dim, dim)
         q_heads, k_heads = (spec.heads, spec.kv_heads_of(window)) if spec.own_head_norms else (0, 0)
-        plain = RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
+
+        def plain() -> Norm:
+            return RMSNorm(torch.ones(dim, device=self.tensors.device), spec.norm_eps, offset=True)
 
         def head_norm(name: str, size: int, heads: int) -> Norm:
-            return plain if spec.plain_head_norms else norm(f"{prefix}.self_attn.{name}", size, heads)
+            return plain() if spec.plain_head_norms else norm(f"{prefix}.self_attn.{name}", size, heads)
 
         return Attention(
             norm=norm(f"{prefix}.input_layernorm") if spec.pre_norms else None,
@@ -448,7 +450,7 @@ class _Builder:
             post_norm=norm(f"{prefix}.post_attention_layernorm", eps=spec.post_norm_eps) if after else None,
             q_norm=head_norm("q_norm", q_size, q_heads) if normed else None,
             k_norm=head_norm("k_norm", k_size, k_heads) if normed and stores else None,
-            v_norm=plain if spec.value_norms and stores else None,
+            v_norm=plain() if spec.value_norms and stores else None,
             window=window,
         )
 
