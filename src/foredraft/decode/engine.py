@@ -275,6 +275,8 @@ class Engine:
                 emitted = self._append_after_sibling(sequence, result, base, column, forward)
                 outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
                 sequence.rounds[-1] = outcome
+            if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
+                self._settle_states(sequence)
         except torch.OutOfMemoryError as error:
             failure = memory_message(error)
         if sequence.traced:
@@ -286,8 +288,6 @@ class Engine:
         if result.drafter_nonfinite:
             assert drafter is not None
             reset_drafter(sequence, self.drafters[drafter], self.cache)
-        if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
-            self._settle_states(sequence)
         return None if sequence.finish is None else (sequence.finish, sequence.failure)
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
@@ -345,8 +345,7 @@ class Engine:
         if all(cache.base(sequence.row) <= length for cache in self.rows.recurrent):
             self.rows.keep_snapshot(sequence, whole)
             return
-        for name in sequence.drafters:  # they join again once the row has the text
-            self.drafters[name].leave(sequence)
+        self._part_from_drafters(sequence)
         for cache in self.rows.caches:
             if cache not in whole:
                 cache.lengths[sequence.row] = 0
@@ -417,14 +416,18 @@ class Engine:
         own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
         return list(dict.fromkeys([self.cache, *own]))
 
+    def _part_from_drafters(self, sequence: Sequence) -> None:
+        """Let a sequence's drafters leave it, until they join again."""
+        for name in sequence.drafters:
+            self.drafters[name].settle(sequence)
+            self.drafters[name].leave(sequence)
+
     def _park(self) -> None:
         """Take the row that a sequence gives up for another one. Its drafters join again with a row."""
         sequence = self.scheduler.to_park
         if sequence is not None:
             caches = self._whole_caches(sequence)
-            for name in sequence.drafters:
-                self.drafters[name].settle(sequence)
-                self.drafters[name].leave(sequence)
+            self._part_from_drafters(sequence)
             self.scheduler.park(sequence, caches)
 
     def _start(self, ready: list[Sequence]) -> None:
