@@ -361,7 +361,7 @@ class Engine:
                 drafters = [self.drafters[name] for name in sequence.drafters]
                 reads = not self.policy_of(sequence).uses_costs
                 finite = start == len(sequence.tokens) - 1 or prefill_chunk(
-                    sequence, self.target, self.cache, drafters, early=self._early(sequence),
+                    sequence, self.target, self.cache, drafters, early=self._early(sequence) or 0,
                     drafters_read=reads, vocab_ops=self.vocab_ops,
                 )  # fmt: skip
                 if not sequence.started:
@@ -399,16 +399,19 @@ class Engine:
         last = len(sequence.prompt) - 1
         # operators give other bits in rounds than in chunks, and in parts of chunks
         length = min(self.cache.lengths[sequence.row], len(sequence.tokens) - 1 if self._by_kernels else last)
-        ends = self._by_kernels and (length >= last or length == self._early(sequence))
         sequence.prefix = self.prefix_cache.keep(
             sequence.prefix, sequence.tokens[:length], self._whole_caches(sequence), sequence.row,
-            self.target.chunk, last, ends=ends,
+            self.target.chunk, last, self._early(sequence),
         )  # fmt: skip
 
-    def _early(self, sequence: Sequence) -> int:
-        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere."""
-        kept = self.prefix_cache is not None and self.rows.recurrent and self._by_kernels
-        return max(0, len(sequence.prompt) - 1 - OPENING) if kept else 0
+    def _early(self, sequence: Sequence) -> int | None:
+        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere.
+
+        None: texts are not kept within chunks.
+        """
+        if self.prefix_cache is None or not self._by_kernels:
+            return None
+        return max(0, len(sequence.prompt) - 1 - OPENING) if self.rows.recurrent else 0
 
     def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
         """Return the caches whose rows hold a text from its first token on, the target's first."""
