@@ -275,6 +275,8 @@ class Engine:
                 emitted = self._append_after_sibling(sequence, result, base, column, forward)
                 outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
                 sequence.rounds[-1] = outcome
+            if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
+                self._settle_states(sequence)
         except torch.OutOfMemoryError as error:
             failure = memory_message(error)
         if sequence.traced:
@@ -286,8 +288,6 @@ class Engine:
         if result.drafter_nonfinite:
             assert drafter is not None
             reset_drafter(sequence, self.drafters[drafter], self.cache)
-        if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
-            self._settle_states(sequence)
         return None if sequence.finish is None else (sequence.finish, sequence.failure)
 
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
@@ -345,8 +345,7 @@ class Engine:
         if all(cache.base(sequence.row) <= length for cache in self.rows.recurrent):
             self.rows.keep_snapshot(sequence, whole)
             return
-        for name in sequence.drafters:  # they join again once the row has the text
-            self.drafters[name].leave(sequence)
+        self._part_from_drafters(sequence)
         for cache in self.rows.caches:
             if cache not in whole:
                 cache.lengths[sequence.row] = 0
@@ -362,7 +361,7 @@ class Engine:
                 drafters = [self.drafters[name] for name in sequence.drafters]
                 reads = not self.policy_of(sequence).uses_costs
                 finite = start == len(sequence.tokens) - 1 or prefill_chunk(
-                    sequence, self.target, self.cache, drafters, early=self._early(sequence),
+                    sequence, self.target, self.cache, drafters, early=self._early(sequence) or 0,
                     drafters_read=reads, vocab_ops=self.vocab_ops,
                 )  # fmt: skip
                 if not sequence.started:
@@ -400,16 +399,19 @@ class Engine:
         last = len(sequence.prompt) - 1
         # operators give other bits in rounds than in chunks, and in parts of chunks
         length = min(self.cache.lengths[sequence.row], len(sequence.tokens) - 1 if self._by_kernels else last)
-        ends = self._by_kernels and (length >= last or length == self._early(sequence))
         sequence.prefix = self.prefix_cache.keep(
             sequence.prefix, sequence.tokens[:length], self._whole_caches(sequence), sequence.row,
-            self.target.chunk, last, ends=ends,
+            self.target.chunk, last, self._early(sequence),
         )  # fmt: skip
 
-    def _early(self, sequence: Sequence) -> int:
-        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere."""
-        kept = self.prefix_cache is not None and self.rows.recurrent and self._by_kernels
-        return max(0, len(sequence.prompt) - 1 - OPENING) if kept else 0
+    def _early(self, sequence: Sequence) -> int | None:
+        """Return where states are kept before what a history may leave out of a prompt's end; 0: nowhere.
+
+        None: texts are not kept within chunks.
+        """
+        if self.prefix_cache is None or not self._by_kernels:
+            return None
+        return max(0, len(sequence.prompt) - 1 - OPENING) if self.rows.recurrent else 0
 
     def _whole_caches(self, sequence: Sequence) -> list[KVCache]:
         """Return the caches whose rows hold a text from its first token on, the target's first."""
@@ -417,14 +419,18 @@ class Engine:
         own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
         return list(dict.fromkeys([self.cache, *own]))
 
+    def _part_from_drafters(self, sequence: Sequence) -> None:
+        """Let a sequence's drafters leave it, until they join again."""
+        for name in sequence.drafters:
+            self.drafters[name].settle(sequence)
+            self.drafters[name].leave(sequence)
+
     def _park(self) -> None:
         """Take the row that a sequence gives up for another one. Its drafters join again with a row."""
         sequence = self.scheduler.to_park
         if sequence is not None:
             caches = self._whole_caches(sequence)
-            for name in sequence.drafters:
-                self.drafters[name].settle(sequence)
-                self.drafters[name].leave(sequence)
+            self._part_from_drafters(sequence)
             self.scheduler.park(sequence, caches)
 
     def _start(self, ready: list[Sequence]) -> None:

@@ -133,22 +133,39 @@ class PrefixCache:
 
     def keep(
         self, prefix: Prefix, tokens: list[int], caches: Collection[KVCache], row: int, chunk: int, last: int,
-        *, ends: bool,
+        early: int | None,
     ) -> Prefix:  # fmt: skip
-        """Keep what a row holds of a text whose prompt goes to `last`; ends: not only its whole chunks."""
+        """Keep what a row holds of a text whose prompt goes to `last`.
+
+        The row ends there, at `early` before it, behind a reply or after a chunk; without `early` only so.
+        """
         while prefix.end + chunk <= len(tokens):
             part = tokens[prefix.end : prefix.end + chunk]
             self._add(prefix, part, "values", caches, row)
             prefix = _longer(prefix, part)
         rest, stop = tokens[prefix.end :], len(tokens)
+        ends = early is not None and (stop == early or stop >= last)
+        chosen = not rest and (stop % STATES == 0 or stop == prefix.departs)
+        border = not rest and stop > last - chunk
         if ends and rest:
             self._add(prefix, rest, "values", caches, row)
-        if ends or (not rest and (stop > last - chunk or stop % STATES == 0 or stop == prefix.departs)):
+        # on disk, states near those of another end are not worth their bytes
+        lasting = stop != last and (ends or chosen or early is None)
+        if ends or chosen or border:
             recurrent = [cache for cache in caches if cache.recurrent is not None]
-            self._add(prefix, rest, "states", recurrent, row)
+            self._add(prefix, rest, "states", recurrent, row, lasting=lasting)
         return prefix
 
-    def _add(self, before: Prefix, tokens: list[int], kind: str, caches: Iterable[KVCache], row: int) -> None:
+    def _add(
+        self,
+        before: Prefix,
+        tokens: list[int],
+        kind: str,
+        caches: Iterable[KVCache],
+        row: int,
+        *,
+        lasting: bool = True,
+    ) -> None:
         """Keep of a text what the part of these tokens lacks."""
         part, of_states = self._part(before, tokens, kind), kind == "states"
         for cache in caches:
@@ -159,7 +176,7 @@ class PrefixCache:
             span = cache.take(row, start, stop, states=of_states)
             if bool(span.states) == of_states:
                 self._hold(part, cache, span)
-                if self.folder is not None:
+                if self.folder is not None and lasting:
                     self.folder.write(cache, before.digest, kind, len(tokens), part.key, span)
         self._shrink()
 
