@@ -223,7 +223,7 @@ def test_a_replay_reproduces_every_q_of_decoding(model: Path, trained: Path) -> 
 
 @pytest.mark.heavy
 def test_what_is_trained_for_a_hybrid_decodes(data: Path, tmp_path: Path) -> None:
-    """An adapter as it was trained, and a draft model, whose layers all attend; heads are refused."""
+    """An adapter as it was trained, and a draft model, whose layers all attend, and a head."""
     target = save_hybrid(tmp_path / "hybrid", num_hidden_layers=4)
     train(target, options(data, tmp_path, steps=8, kept_states=0.1))
     assert any((tmp_path / "work" / "states").iterdir())
@@ -236,8 +236,11 @@ def test_what_is_trained_for_a_hybrid_decodes(data: Path, tmp_path: Path) -> Non
     wrong = draft_options(data, tmp_path / "x", layers=1, from_layers=(2,))
     with pytest.raises(ConfigError, match="names layer 2, which is recurrent"):
         trainers.train(wrong, str(target), device="cpu")
-    with pytest.raises(ConfigError, match="no head is trained for"):
-        trainers.train(Eagle3Options(data=(data,), out=tmp_path / "head"), str(target), device="cpu")
+    head = Eagle3Options(
+        data=(data,), out=tmp_path / "head", taps=(2, 3, 4), steps=2, work=tmp_path / "third"
+    )
+    trainers.train(head, str(target), device="cpu")
+    assert drafts_as_plain(target, draft=tmp_path / "head", drafter="eagle3")
 
 
 def one_position_late(states: Any) -> Any:

@@ -173,8 +173,10 @@ def _spec_of(source: ModelSource) -> ModelSpec | None:
 
 def further_spec(target: ModelSpec, quantisation: Quantisation | None) -> ModelSpec:
     """Return the form of the layer that predicts further tokens: a whole one of the target that attends."""
-    layer = target.plain_layer()
-    return replace(layer, gated_attention=target.gated_attention, quantisation=quantisation)
+    return replace(
+        target.plain_layer(), gated_attention=target.gated_attention, gates_apart=target.gates_apart,
+        quantisation=quantisation,
+    )  # fmt: skip
 
 
 def load_mtp(files: MTPFiles, target: Runner) -> Eagle3Head:

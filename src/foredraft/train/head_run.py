@@ -43,7 +43,6 @@ from foredraft.train.training_options import DFlashOptions, Eagle3Options, MTPOp
 
 def check_eagle3(options: Eagle3Options, target: Checkpoint, hash: str) -> None:
     """Refuse layers that the target lacks, and a head that cannot go on, without reading weights."""
-    _check_attends(target)
     check_out(options.out, partial(_holds_a_head, "eagle3"))
     folder = options.from_head
     if folder is None:
@@ -136,7 +135,6 @@ def _weights(student: Eagle3Student | BlockStudent) -> int:
 
 
 def check_dflash(options: DFlashOptions, target: Checkpoint, hash: str) -> None:
-    _check_attends(target)
     check_out(options.out, partial(_holds_a_head, "dflash"))
     if options.block > MOST_SLOTS:
         raise ConfigError(option="block", value=options.block, remedy=f"give {MOST_SLOTS} or less")
@@ -165,12 +163,6 @@ def begin_dflash(options: DFlashOptions, prepared: Prepared) -> Trainee:
     # a token's share of a whole draft, the head's product included
     own = (_weights(student) + record.draft_vocab_size * record.spec.hidden_size) / student.steps
     return _trainee(student, own, prepared, options.out, config)
-
-
-def _check_attends(target: Checkpoint) -> None:
-    if target.spec.recurrent_layers:
-        problem = f"no head is trained for {target.source}, whose layers are recurrent"
-        raise ConfigError(problem, remedy="train an adapter with `foredraft train adapter`")
 
 
 def _layers(target: ModelSpec, options: Eagle3Options | DFlashOptions) -> tuple[int, ...]:
