@@ -79,10 +79,16 @@ def config_of(variant: str, **keys: Any) -> Any:
 def save_hybrid(
     folder: Path, variant: str = "two values a key", *, dtype: str = "float32", seed: int = 0, **keys: Any
 ) -> Path:
-    """Save a model whose states neither vanish nor explode, so that every part of it tells in its logits."""
     torch.manual_seed(seed)
     config = config_of(variant, **keys)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = filled(transformers.AutoModelForCausalLM.from_config(config))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def filled(model: Any) -> Any:
+    """Let states neither vanish nor explode, so that every part of a model tells in its logits."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
@@ -91,9 +97,7 @@ def save_hybrid(
                 weight.add_(torch.randn_like(weight), alpha=0.2)
             else:
                 weight.normal_(0.0, 0.6 if weight.dim() == 3 else 1.3 * weight.shape[-1] ** -0.5)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    tiny_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
-    return folder
+    return model
 
 
 def rewrite(folder: Path, change: Any) -> None:
