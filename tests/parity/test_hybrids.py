@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Lfm2VlConfig
 
 import foredraft
 from foredraft import CheckpointError
@@ -33,9 +33,10 @@ from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.parity.test_logits import Pair, close, prompt_logits
 from tests.support.checkpoints import save_variant
-from tests.support.hybrids import OTHERS, VARIANTS, rewrite, save_hybrid
+from tests.support.hybrids import OTHERS, VARIANTS, config_of, rewrite, save_hybrid
 from tests.support.mutation import Mutant, assert_caught, caught_by
 from tests.support.mutations import around, instead
+from tests.support.variants_hybrids import fill
 
 LENGTH = 300
 PREFIX = "model.language_model."
@@ -162,6 +163,22 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     whole = names | tokens | {"text_config": text | said | {"rope_parameters": rope}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert torch.equal(logits_of(Runner(load_decoder(tmp_path, native=True)), [*range(3, 90)] * 4), plain)
+
+
+def test_the_text_half_of_an_lfm2_that_sees(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Lfm2VlConfig(
+        text_config=config_of("convolutions").to_dict(), projector_hidden_size=16, image_token_id=90,
+        vision_config=vision | {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 14},
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(config)
+    fill(model)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(3, 90, (1, LENGTH))
+    with torch.inference_mode():
+        expected = model(tokens).logits[0]
+    found = logits_of(Runner(load_decoder(tmp_path, native=True)), tokens[0].tolist())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 MIXTURE = "is not supported: it is a mixture of experts with recurrent layers"

@@ -134,6 +134,7 @@ def test_absent_sizes_are_those_of_the_classes() -> None:
         "Gemma3Text",
         "Gemma4Text",
         "Gemma4UnifiedText",
+        "Lfm2",
         "Mistral",
         "Ministral3",
         "MuseGlimmerText",

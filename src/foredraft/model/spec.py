@@ -239,9 +239,9 @@ class ModelSpec:
         return replace(
             self, layers=1, windows=(None,), kv_heads=self.kv_heads_of(window),
             head_dim=self.head_dim_of(window), full_kv_heads=None, full_head_dim=None, sources=(),
-            unrotated=(), without_mlp=(), recurrent_layers=(), recurrent=None,
-            gated_attention=False, gates_apart=False,
-            keys_are_values=self.joins_values(window), layer_input_size=0, layer_input_rows=0,
+            unrotated=(), without_mlp=(), recurrent_layers=(), recurrent=None, gated_attention=False,
+            gates_apart=False, keys_are_values=self.joins_values(window), layer_input_size=0,
+            layer_input_rows=0,
         )  # fmt: skip
 
     @classmethod

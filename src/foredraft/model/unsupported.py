@@ -166,7 +166,7 @@ _TABLE = {
     ("vision", MEDIUM): """
         aya_vision blip blip_2 chameleon cogvlm cohere2_vision deepseek_vl dinov2 dinov3_vit emu3
         florence2 fuyu gemma3n glm46v glm4v got_ocr2 idefics idefics2 idefics3 internvl janus kosmos2
-        lfm2_vl llava llava_next llava_onevision mllama molmo2 ovis2 paligemma phi4_multimodal pixtral
+        llava llava_next llava_onevision mllama molmo2 ovis2 paligemma phi4_multimodal pixtral
         qwen2_5_omni qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl smolvlm video_llava vipllava vit
         """,
     ("audio", SMALL): """

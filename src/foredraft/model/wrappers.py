@@ -26,6 +26,7 @@ DEFAULT_SIZES = {  # model type of a text model -> the sizes of its class, in th
     "gemma3_text": (262_208, 2304, 9216, 26, 8),
     "gemma4_text": (262_144, 2304, 9216, 30, 8),
     "gemma4_unified_text": (262_144, 2304, 9216, 30, 8),
+    "lfm2": (65_536, 2560, 12_288, 32, 32),
     "ministral3": (131_072, 4096, 14_336, 34, 32),
     "mistral": (32_000, 4096, 14_336, 32, 32),
     "muse_glimmer_text": (202_048, 6656, 19_968, 52, 32),
@@ -41,7 +42,8 @@ MEDIA_IDS = tuple(  # of tokens for images, videos and sounds, and around them
 )
 OTHER_PARTS = {  # keys of the other parts
     *"audio_config mm_tokens_per_image multimodal_projector_bias projector_hidden_act".split(),
-    *"out_hidden_size projector_hidden_size".split(),
+    *"downsample_factor out_hidden_size projector_bias projector_hidden_size".split(),
+    "projector_use_layernorm",
     *"spatial_merge_size vision_config vision_feature_layer vision_soft_tokens_per_image".split(),
     *"vision_end_token_id vision_start_token_id".split(),
     *(TEXT, *MEDIA_IDS),
@@ -62,6 +64,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Gemma4UnifiedForConditionalGeneration": Wrapper(
         "gemma4_unified", "gemma4_unified_text", ("gemma4_unified_text",)
     ),
+    "Lfm2VlForConditionalGeneration": Wrapper("lfm2_vl", "lfm2", ("lfm2",)),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", ("mistral", "ministral3")),
     "MuseGlimmerForConditionalGeneration": Wrapper(
         "muse_glimmer", "muse_glimmer_text", ("muse_glimmer_text",), tied=False
