@@ -89,8 +89,8 @@ class PrefixFolder:
 
     def _write(self, name: str, span: Span) -> None:
         try:
-            places = torch.tensor([span.start, span.stop, span.base, len(span.parts)])
-            tensors = enumerate((*span.on_host().parts, *span.on_host().states))
+            host, places = span.on_host(), torch.tensor([span.start, span.stop, span.base, len(span.parts)])
+            tensors = enumerate((*host.parts, *host.states))
             content = save({"places": places} | {str(place): each.contiguous() for place, each in tensors})
             with replacing(self.folder / name) as new:
                 new.touch(PRIVATE)
