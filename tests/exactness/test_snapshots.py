@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +16,8 @@ import foredraft
 from foredraft import LLM, Output
 from foredraft.decode.prefix_cache import Part, PrefixCache
 from foredraft.decode.scheduler import Rows
-from foredraft.llm.requests import Requests
+from foredraft.decode.sequence import State
+from foredraft.llm.requests import Requests, Submission
 from foredraft.loading import options_for
 from foredraft.loading.capacity import Capacity
 from foredraft.loading.checkpoints import find_target
@@ -164,6 +167,74 @@ def test_states_are_kept_at_a_few_ends_alone() -> None:
         )
     assert lengths == [0, 599, 0, 256]
     assert ends == [256, 288, 304, 324, 512, 512, 583, 599, 619, 633, 649, 669, 683, 699, 719]
+
+
+class Jobs:
+    """Requests of two clients to few rows: samples, bans that take text back, prompts that begin alike."""
+
+    def __init__(self, llm: LLM, alone: LLM, seed: int) -> None:
+        draw, texts = random.Random(seed), [llm.encode(text)[0] for text in TEXTS[1:3]]
+        self.llm, self.expected, self.sequences = llm, list[Any](), list[Any]()
+        for _ in range(10):
+            prompt = draw.choice(texts)[: draw.randrange(1, 330)] + draw.choice(texts)[: draw.randrange(60)]
+            params, n = (
+                replace(draw.choice([GREEDY, SEEDED]), max_new_tokens=draw.randrange(60, 110), logprobs=1),
+                draw.choice([1, 2, 4]),
+            )
+            if draw.random() < 0.7:
+                [plain] = alone.generate([prompt], replace(params, drafter="none"))
+                start = draw.randrange(50)
+                word = llm.tokenizer.decode(plain.token_ids[start : start + draw.randrange(1, 40)])  # type: ignore[union-attr]
+                params = replace(params, ban=(word,) if word else (), ban_mode="rollback")
+            self.expected += told(alone.generate([prompt], replace(params, drafter="none"), n=n))
+            asked = Submission(
+                prompt,
+                replace(params, drafter=draw.choice(["none", "draft-model"])),
+                n,
+                client=draw.choice("ab"),
+            )
+            self.sequences += llm.requests.sequences(asked)
+
+    def run(self) -> tuple[int, int]:
+        """Return how often a text that had begun was read again, and how often one waited without its row."""
+        engine, again, parked = engine_of(self.llm), 0, 0
+        for each in self.sequences:
+            engine.submit(each)
+        for step in itertools.count():
+            engine.step()
+            if step % 9 == 0 and engine.rows.sequences:
+                engine.pause(engine.rows.sequences[-1])
+            elif step % 9 == 5 or engine.scheduler.stalled:
+                for each in self.sequences:
+                    engine.resume(each)
+            if engine.scheduler.idle:
+                break
+            again += sum(
+                each.state is State.PREFILLING and each.started > 0 for each in engine.rows.sequences
+            )
+            parked += len(engine.scheduler._parked)
+        assert told([self.llm.requests.output(each) for each in self.sequences]) == self.expected
+        assert not any(each.snapshots for each in self.sequences)
+        return again, parked
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "kinds", [("hybrid", "hybrid"), ("hybrid", "attention"), ("attention", "hybrid")], ids="-".join
+)
+def test_everything_together(kinds: tuple[str, str]) -> None:
+    target, draft = (
+        folder() if kinds[0] == "hybrid" else drafts("attention"),
+        folder(layers=4) if kinds[1] == "hybrid" else drafts("attention"),
+    )
+    options: dict[str, Any] = {"device": "cpu", "max_length": 900}
+    with (
+        foredraft.load(target, max_batch=3, policy="fixed", draft=draft, **options) as llm,
+        foredraft.load(target, max_batch=1, **options) as alone,
+    ):
+        engine_of(llm).prefix_cache = PrefixCache(1 << 22)
+        counts = [Jobs(llm, alone, seed).run() for seed in (1, 2)]
+    assert sum(again for again, _ in counts) > 0 and sum(parked for _, parked in counts) > 0
 
 
 def test_info_and_the_memory_plan_count_a_snapshot() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+import foredraft
 from benchmarks.soak import Soak, settled
 from foredraft import SamplingParams
 from foredraft.constraints import ConstraintFactory
@@ -329,3 +330,15 @@ def test_nothing_is_left_after_clients_of_all_kinds(llm: LLM, turns: int) -> Non
         left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
         # AnyIO's pool ends when it is idle
         assert all(name.startswith("AnyIO worker") for name in left), left
+
+
+@pytest.mark.parametrize("mib", [0, 64])
+def test_beginnings_in_a_folder_outlive_the_server(tmp_path: Path, mib: int) -> None:
+    """With memory for them, or without any."""
+    for cached in (0, 270, 270):
+        with (
+            foredraft.load(max_batch=2, max_length=512, prefix_folder=tmp_path / "own") as llm,
+            serving(llm, prefix_cache=mib) as served,
+        ):
+            reply = post(served, prompt=[*range(5, 276)], max_tokens=2, temperature=0).json()
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached

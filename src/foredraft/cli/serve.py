@@ -66,6 +66,8 @@ def serve(
     finished = run(load, settings, _greet)
     if finished and "texts_file" in texts:
         loaded[0].save_texts()
+    if finished and prefixes:
+        loaded[0].close()  # once all is written
     if not finished or any(each.name.startswith(WORKERS) for each in threading.enumerate()):
         # No thread can be stopped while it loads a model, or works for a client that has left, and
         # Python's own exit waits for it, or aborts under it.

@@ -34,22 +34,19 @@ WAITING = 2**29  # bytes of parts that wait to be written, at most: further ones
 
 
 class PrefixFolder:
-    def __init__(
-        self, folder: Path, identities: Mapping[KVCache, str], most_bytes: int | None = None
-    ) -> None:
-        """Open a folder of this user alone; `identities` say what the bits in each cache depend on.
-
-        Without a bound, files take a share of what would be free without them.
-        """
+    def __init__(self, folder: Path, identities: Mapping[KVCache, str]) -> None:
+        """Open a folder of this user alone; `identities` say what the bits in each cache depend on."""
         make_folder(folder)
         self.folder, self._identities = check_folder(folder), identities
         sweep(self.folder, TEMPORARY)
-        files = {file.name: file.stat() for file in self.folder.glob(f"*{SUFFIX}")}
+        files = dict[str, os.stat_result]()
+        for file in self.folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):  # another process removed it
+                files[file.name] = file.stat()
         order = sorted(files, key=lambda name: files[name].st_mtime_ns)
         self._sizes = OrderedDict((name, files[name].st_size) for name in order)  # the latest used one last
         self.bytes = sum(self._sizes.values())
-        free = shutil.disk_usage(self.folder).free + self.bytes
-        self.most_bytes = free // DISK_SHARE if most_bytes is None else most_bytes
+        self.most_bytes = (shutil.disk_usage(self.folder).free + self.bytes) // DISK_SHARE
         self._counts: dict[str, set[int]] = {}  # of tokens, by the first part of names
         for name in self._sizes:
             self._count(name)
@@ -64,7 +61,7 @@ class PrefixFolder:
         name = self._name(cache, before, kind, count, key)
         if name not in self._sizes:
             return None
-        with suppress(OSError, SafetensorError, LookupError, ValueError):
+        with suppress(OSError, MemoryError, SafetensorError, LookupError, ValueError):
             content = read_private(self.folder / name)
             if content[:SIZE] == _digest(name.encode(), content[SIZE:]):
                 os.utime(self.folder / name)
@@ -80,8 +77,9 @@ class PrefixFolder:
         """Write a part soon; a failure is only logged."""
         name = self._name(cache, before, kind, count, key)
         if name not in self._sizes and self._waiting + span.bytes <= WAITING:
-            self._waiting += span.bytes
-            self._writer.submit(self._write, name, span)
+            with suppress(RuntimeError):  # it is closed
+                self._writer.submit(self._write, name, span)
+                self._waiting += span.bytes
 
     def close(self) -> None:
         """Wait until everything is written."""
@@ -89,8 +87,8 @@ class PrefixFolder:
 
     def _write(self, name: str, span: Span) -> None:
         try:
-            places = torch.tensor([span.start, span.stop, span.base, len(span.parts)])
-            tensors = enumerate((*span.on_host().parts, *span.on_host().states))
+            host, places = span.on_host(), torch.tensor([span.start, span.stop, span.base, len(span.parts)])
+            tensors = enumerate((*host.parts, *host.states))
             content = save({"places": places} | {str(place): each.contiguous() for place, each in tensors})
             with replacing(self.folder / name) as new:
                 new.touch(PRIVATE)

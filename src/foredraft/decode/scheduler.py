@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 
 from foredraft.decode.sequence import Finish, Sequence, State
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import KVCache, Span
 
 
 class Shares:
@@ -75,11 +75,11 @@ class Rows:
             else:
                 cache.copy_row(donor.row, sequence.row, min(cache.lengths[donor.row], shared))
         if donor is not None:
-            self.cut_to_prompt(sequence, donor)
+            self.cut_to_prompt(sequence, donor.snapshots)
 
-    def cut_to_prompt(self, choice: Sequence, donor: Sequence) -> None:
-        """Leave in a row what another choice shares with its donor: the prompt but for its last token."""
-        choice.snapshots = donor.snapshots
+    def cut_to_prompt(self, choice: Sequence, snapshots: dict[KVCache, list[Span]]) -> None:
+        """Leave in a row what a choice shares with its donor: the prompt but for its last token."""
+        choice.snapshots = snapshots
         self.cut(choice, len(choice.prompt) - 1)
 
     def cut(self, sequence: Sequence, length: int) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
             return None
         sequence.finish, sequence.error = finish, error
         state, sequence.state = sequence.state, State.FINISHED
-        sequence.parked = None
+        snapshots, sequence.snapshots, sequence.parked = sequence.snapshots, {}, None
         if state is State.WAITING:
             if sequence in self._queues.get(sequence.client, ()):  # else it was never submitted
                 self._unqueue(sequence)
@@ -239,7 +239,7 @@ class Scheduler:
                 self._unqueue(choice)
                 choice.row, sequence.row, choice.state = sequence.row, -1, State.RUNNING
                 self.rows.sequences[choice.row] = choice
-                self.rows.cut_to_prompt(choice, sequence)  # the row holds the choice's prompt already
+                self.rows.cut_to_prompt(choice, snapshots)  # the row holds the choice's prompt already
                 return choice
         self.rows.remove(sequence)
         return None
