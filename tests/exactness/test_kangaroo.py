@@ -35,8 +35,7 @@ from tests.exactness.matrix import (
 )
 from tests.exactness.test_layer_skip import BY, WORLDS
 from tests.support.adapters import save_adapter
-from tests.support.checkpoints import ATTENDING as FAMILIES
-from tests.support.checkpoints import reference_model
+from tests.support.checkpoints import FAMILIES, reference_model
 from tests.support.coded import LOADED, VOCABULARY, loading_by
 
 NEW, ROWS = 40, 8

@@ -25,8 +25,7 @@ from tests.exactness.matrix import *  # noqa: F403
 from tests.exactness.matrix import PROMPTS, Ids
 from tests.parity.test_heads import Recorder
 from tests.support import assistants
-from tests.support.checkpoints import ATTENDING as FAMILIES
-from tests.support.checkpoints import layers_of, reference_model
+from tests.support.checkpoints import FAMILIES, layers_of, reference_model
 from tests.support.coded import LOADED, VOCABULARY, loading_by
 from tests.support.mutation import assert_caught, defect
 from tests.support.mutations import around

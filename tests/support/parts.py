@@ -268,6 +268,8 @@ class NoRepeat(Constraint):
 class LateBan(Constraint):
     """Bans a run of tokens, finds out only at its last one, takes all of it back, and bars its first token there."""
 
+    takes_back = True
+
     def __init__(self, vocabulary: int, run: tuple[int, ...]) -> None:
         super().__init__()
         self.vocabulary, self.run = vocabulary, run

@@ -148,6 +148,8 @@ class BannedByMask(_Ban):
 class BannedByRollback(_Ban):
     """Takes back phrases that are complete."""
 
+    takes_back = True
+
     def __init__(self, banned: BanList, start: PhraseState, last: int, most: int, *, holds_all: bool) -> None:
         super().__init__(banned, start, last)
         self._most, self._holds_all = most, holds_all

@@ -102,7 +102,8 @@ class AfterThinking(Constraint):
 
     def __init__(self, table: ThinkingTokens, begun: bool, content: Constraint) -> None:
         super().__init__()
-        self._table, self._content, self.option = table, content, content.option
+        self._table, self._content = table, content
+        self.option, self.takes_back = content.option, content.takes_back
         phase, begin = (Phase.THINKING, None) if begun else (Phase.OPENING, 0)
         self._steps = [_ThinkingStep(ThinkingPlace(phase), begin)]  # after n new tokens
         self._origin = 0  # the token with which the content began for `content`
@@ -176,6 +177,10 @@ class Combined(Constraint):
     @property
     def narrow(self) -> bool:  # type: ignore[override]
         return any(part.narrow for part in self.parts)
+
+    @property
+    def takes_back(self) -> bool:  # type: ignore[override]
+        return any(part.takes_back for part in self.parts)
 
     @property
     def length(self) -> int:

@@ -33,6 +33,7 @@ class Constraint:
     ended_by: str | None = None  # why the text has to end here, for people; None while it may go on
     failed: str | None = None  # the error that broke it, for people, naming the option; None while it works
     option: str = "constraint"  # the option that asks for it
+    takes_back: bool = False  # it may take back tokens that were written
     narrow: bool = True  # it forbids most tokens, so that a draft made without its masks is soon illegal
 
     def __init__(self) -> None:
@@ -191,7 +192,7 @@ class Guarded(Constraint):
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint, self._length = constraint, constraint.length
-        self.option = constraint.option
+        self.option, self.takes_back = constraint.option, constraint.takes_back
 
     @property
     def narrow(self) -> bool:  # type: ignore[override]

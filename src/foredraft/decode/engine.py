@@ -275,7 +275,7 @@ class Engine:
                 emitted = self._append_after_sibling(sequence, result, base, column, forward)
                 outcome = replace(outcome, emitted=outcome.emitted + emitted, sibling=True)
                 sequence.rounds[-1] = outcome
-            if sequence.finish is None and sequence.params.takes_back and self.rows.recurrent:
+            if sequence.finish is None and sequence.takes_back and self.rows.recurrent:
                 self._settle_states(sequence)
         except torch.OutOfMemoryError as error:
             failure = memory_message(error)
@@ -374,7 +374,7 @@ class Engine:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
         elif self.cache.lengths[sequence.row] == len(sequence.tokens) - 1:
             sequence.state = State.RUNNING
-            if sequence.group is not None or sequence.params.takes_back:
+            if sequence.group is not None or sequence.takes_back:
                 self.rows.keep_snapshot(sequence, self._whole_caches(sequence))
             self._start([sequence])
 

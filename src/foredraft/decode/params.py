@@ -347,11 +347,6 @@ class SamplingParams:
         return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
     @property
-    def takes_back(self) -> bool:
-        """Return whether a ban may take back what was written."""
-        return bool(self.ban) and self.ban_mode == "rollback"
-
-    @property
     def penalised(self) -> bool:
         """Return whether emitted tokens change the next distribution."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)

@@ -151,6 +151,10 @@ class Sequence:
         return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
+    def takes_back(self) -> bool:
+        return self.constraint is not None and self.constraint.takes_back
+
+    @property
     def failure(self) -> str | None:
         """Return the error that broke the constraint or the text; None while they work."""
         parts = (self.constraint, self.text_buffer)
