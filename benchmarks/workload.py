@@ -50,22 +50,32 @@ def demo_plan(layers: int) -> str:
 def padded_demo(folder: Path, layers: int, positions: int | None = None) -> Path:
     """Write the demo target with layers that change nothing added, so that a step takes longer; return it.
 
-    The added layers' output projections are zero: every logit stays the same bit for bit. `positions` allows
-    longer texts than the model was trained for.
+    `positions` allows longer texts than the model was trained for.
     """
-    copytree(demo.target_path(), folder)
+    return padded(demo.target_path(), folder, layers, positions)
+
+
+def padded(source: Path, folder: Path, layers: int, positions: int | None = None) -> Path:
+    """Write a model as `padded_demo` does: added layers are like its own in turn, with outputs of zero.
+
+    So every logit stays the same bit for bit.
+    """
+    copytree(source, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     first, config["num_hidden_layers"] = config["num_hidden_layers"], layers
     config["max_position_embeddings"] = positions or config["max_position_embeddings"]
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][layer % first] for layer in range(layers)]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     [file] = folder.glob("*.safetensors")
     weights = load_file(file)
-    for name in [name for name in weights if name.startswith("model.layers.0.")]:
-        for layer in range(first, layers):
+    for layer in range(first, layers):
+        own = f"model.layers.{layer % first}."
+        for name in [name for name in weights if name.startswith(own)]:
             added = weights[name].clone()
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 added.zero_()
-            weights[name.replace("layers.0.", f"layers.{layer}.")] = added
+            weights[name.replace(own, f"model.layers.{layer}.")] = added
     save_file(weights, file, {"format": "pt"})
     return folder
 

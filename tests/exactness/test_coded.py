@@ -30,10 +30,11 @@ from tests.support.parts import RandomBudgets
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
 KINDS = ("draft-model", "layer-skip", "kangaroo", "low-bit", "lookup", "none")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
-Loaded = tuple[str, str | None, str | None]
+Loaded = tuple[Any, ...]  # of `coded.tiny`
 WEIGHTS = (("int4", None), ("int8", "int4"), (None, "int4"), (None, "int8"))  # of the target and its copy
 POLICIES = [Fixed(4), Fixed(1), Fixed(3, siblings=4), Fixed(2)]
 TARGETS: list[Loaded] = [(dtype, *weights) for dtype in ("float32", "bfloat16") for weights in WEIGHTS]
+HYBRIDS: list[Loaded] = [("float32", "int8", "int4", "qwen3_5"), ("bfloat16", None, "int8", "qwen3_5")]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=str)
@@ -78,7 +79,7 @@ def by_a_copy(bits: int) -> Mutation:
 
 LAWS = [
     pytest.param((load, transform, "free", drafter), marks=[pytest.mark.slow] * (transform == "as it is"))
-    for load in (functools.partial(coded.tiny, *loaded) for loaded in TARGETS)
+    for load in (functools.partial(coded.tiny, *loaded) for loaded in [*TARGETS, *HYBRIDS])
     for drafter in ("draft-model", "layer-skip", "kangaroo", "low-bit", "retokenize")
     for transform in ("as it is", "cold top-k")
 ]
@@ -106,7 +107,7 @@ def check_two_rows(
 @pytest.mark.parametrize(
     ("drafters", "policy"), [*((pair, None) for pair in PAIRS), (PAIRS[0], RandomBudgets(2))], ids=str
 )
-@pytest.mark.parametrize("loaded", TARGETS, ids=str)
+@pytest.mark.parametrize("loaded", [*TARGETS, *HYBRIDS], ids=str)
 def test_the_joint_law_of_two_rows(
     loaded: Loaded, drafters: tuple[str, str | None], policy: Policy | None
 ) -> None:

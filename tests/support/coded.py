@@ -28,6 +28,7 @@ from tests.support.checkpoints import reference_model
 from tests.support.distributions import Logits
 from tests.support.harness import ForkingEngine
 from tests.support.parts import letters
+from tests.support.variants_hybrids import FULL, LINEAR
 
 VOCABULARY, ROWS = 97, 8
 LOADED: dict[str, Any] = {"device": "cpu", "max_batch": ROWS, "max_length": 512, "policy": "fixed"}
@@ -91,10 +92,11 @@ def tokenizers(size: int) -> tuple[Tokenizer, Tokenizer]:
 
 
 @functools.cache
-def tiny(dtype: str, weights: str | None, copy: str | None) -> LLM:
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+def tiny(dtype: str, weights: str | None, copy: str | None, family: str = "llama") -> LLM:
+    keys: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    keys |= {"layer_types": [LINEAR, FULL]} if family == "qwen3_5" else {}
     with tempfile.TemporaryDirectory() as folder:
-        return load(Path(folder), "llama", dtype, weights, copy, vocab_size=WORDS, num_hidden_layers=2, **ids)
+        return load(Path(folder), family, dtype, weights, copy, vocab_size=WORDS, num_hidden_layers=2, **keys)
 
 
 def after(llm: LLM) -> Logits:
