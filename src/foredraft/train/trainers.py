@@ -233,7 +233,9 @@ def begin_draft(options: DraftOptions, prepared: Prepared) -> Trainee:
 
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
     """Return the `config.json` of the draft model."""
-    if target.full_head_dim is not None or target.layer_input_size or target.sources:
+    # families whose lists of layers or names a shorter model would need in another form
+    listed = target.plain_head_norms or not target.naming.inner
+    if target.full_head_dim is not None or target.layer_input_size or target.sources or listed:
         problem = f"cannot train a draft model of the form of a {target.architecture}"
         raise ConfigError(problem, remedy="train an adapter with `foredraft train adapter`")
     made, family = dict(config), FAMILIES[target.architecture]
