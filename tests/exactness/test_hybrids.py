@@ -348,12 +348,12 @@ def with_trees(dtype: str = "bfloat16", drafted: int = 3, siblings: int = 8) -> 
     )  # fmt: skip
 
 
-def check_trees(llm: LLM | None = None) -> None:
+def check_trees(llm: LLM | None = None, own: tuple[str, ...] = OWN) -> None:
     """Siblings beside drafts: some are written, a token more with them, and the texts are those of plain decoding."""
     llm = llm or with_trees()
     for params in (GREEDY, SEEDED):
         texts = plain_texts(llm, params)
-        for name in OWN:
+        for name in own:
             found = llm.generate(TEXTS, replace(params, drafter=name, policy="fixed"))
             assert [each.token_ids for each in found] == texts, name
             assert name == "draft-model" or any(each.stats.siblings for each in found), name
@@ -363,6 +363,23 @@ def check_trees(llm: LLM | None = None) -> None:
 @pytest.mark.parametrize(("drafted", "siblings"), [(3, 8), (1, 26), (20, 7)])
 def test_token_trees_give_the_same_texts(dtype: str, drafted: int, siblings: int) -> None:
     check_trees(with_trees(dtype, drafted, siblings))
+
+
+@cache
+def trees_of(variant: str) -> LLM:
+    return foredraft.load(
+        folder(variant), device="cpu", max_batch=3, max_length=900, draft=str(folder(layers=4)), plan="exit:4",
+        draft_weights="int4", policy="fixed", policy_options={"siblings": 8}, max_draft=3,
+    )  # fmt: skip
+
+
+def check_trees_of(variant: str) -> None:
+    check_trees(trees_of(variant), ("layer-skip", "low-bit", "draft-model"))
+
+
+@pytest.mark.parametrize("variant", KINDS[1:])
+def test_so_do_those_of_other_kinds(variant: str) -> None:
+    check_trees_of(variant)
 
 
 @pytest.mark.parametrize("native", [True, False])

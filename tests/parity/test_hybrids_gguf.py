@@ -33,14 +33,14 @@ from foredraft.quantise.command import quantise_checkpoint
 from tests.exactness.test_hybrids import check_widths
 from tests.parity.test_logits import close, prompt_logits
 from tests.support.checkpoints import save_variant
-from tests.support.hybrids import rewrite
+from tests.support.hybrids import rewrite, save_hybrid
 from tests.support.loras import save_lora
 from tests.support.mutation import Mutant, assert_caught, caught_by
-from tests.support.mutations import around, instead
+from tests.support.mutations import around, changed, instead
 
 gguf = pytest.importorskip("gguf")
 
-from tests.support.gguf_files import save_dequantised, write_gguf  # noqa: E402
+from tests.support.gguf_files import save_dequantised, write_gguf, write_tensors  # noqa: E402
 
 TOKENS = torch.randint(3, 97, (1, 90), generator=torch.Generator().manual_seed(7))  # [1, T]
 # widths of whole blocks of 256, of which two heads of values fill one
@@ -234,4 +234,78 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("mutant", caught_by(DEFECTS), ids=lambda mutant: str(mutant.name))
 def test_defects_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)
+
+
+def write_lfm2(folder: Path, kind: str = "F32", kv_heads: Any = None) -> Any:
+    """Write an LFM 2 as convert_hf_to_gguf.py does: its width as it is, and 0 key heads where a layer convolves."""
+    config, file = json.loads((folder / "config.json").read_text()), folder / f"{kind}.gguf"
+    writer, layers = gguf.GGUFWriter(file, "lfm2"), config["num_hidden_layers"]
+    by_layer = [config["num_key_value_heads"] * (each != "conv") for each in config["layer_types"]]
+    stored = load_file(folder / "model.safetensors")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(layers)
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(by_layer if kv_heads is None else kv_heads)
+    writer.add_feed_forward_length(len(stored["model.layers.0.feed_forward.w1.weight"]))
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_vocab_size(config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, layers)
+    arrays = {
+        names.get_name(name, try_suffixes=(".weight",)): values.float().squeeze(1 if ".conv.conv." in name else ()).numpy()
+        for name, values in stored.items() if name != "lm_head.weight"
+    }  # fmt: skip
+    write_tensors(
+        writer, arrays, lambda name, values: kind if values.ndim > 1 and "conv.conv" not in name else "F32"
+    )
+    return resolve(file)
+
+
+@functools.cache
+def saved_lfm2() -> Path:
+    return save_hybrid(Path(tempfile.mkdtemp()), "convolutions")
+
+
+def check_lfm2(native: bool = True) -> None:
+    assert torch.equal(
+        logits_of(write_lfm2(saved_lfm2()), native=native), logits_of(saved_lfm2(), native=native)
+    )
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_file_of_an_lfm2_has_the_bits_of_its_checkpoint(native: bool) -> None:
+    check_lfm2(native)
+
+
+def test_so_do_passes_over_its_codes() -> None:
+    file = write_lfm2(saved_lfm2(), "Q8_0")
+    assert file.spec.quantisation is not None
+    check_widths(Runner(load_decoder(file, dtype=torch.bfloat16, native=True)))
+
+
+@pytest.mark.parametrize("heads", [2, [2] * 3, [0, 0, 2, 0, 0, 4], [0] * 6])
+def test_an_lfm2_has_one_number_of_key_heads_or_none_in_each_layer(heads: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"head_count_kv.*a number or 0 for each of the 6 layers"):
+        write_lfm2(saved_lfm2(), kv_heads=heads)
+
+
+def check_lfm2_by_operators() -> None:
+    check_lfm2(native=False)
+
+
+LFM2_DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
+    check_lfm2_by_operators: [
+        ("the width is adjusted again", source.config_of, changed(lambda config: config | {"block_auto_adjust_ff_dim": True}), CheckpointError),
+        ("all layers attend", source.config_of, changed(lambda config: config | {"layer_types": ["full_attention"] * 6}), CheckpointError),
+        ("taps are no matrix", recurrent.are_taps, instead(lambda name: False), CheckpointError),
+        ("another epsilon", source.config_of, changed(lambda config: config | {"norm_eps": 1e-2})),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", caught_by(LFM2_DEFECTS), ids=lambda mutant: str(mutant.name))
+def test_defects_in_an_lfm2_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(mutant, monkeypatch)

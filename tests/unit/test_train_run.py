@@ -243,6 +243,25 @@ def test_what_is_trained_for_a_hybrid_decodes(data: Path, tmp_path: Path) -> Non
     assert drafts_as_plain(target, draft=tmp_path / "head", drafter="eagle3")
 
 
+def test_no_draft_model_has_blocks_of_one_mixer(data: Path, tmp_path: Path) -> None:
+    target = save_hybrid(tmp_path / "target", "blocks")
+    with pytest.raises(ConfigError, match="cannot train a draft model of the form of a NemotronHForCausalLM"):
+        trainers.train(draft_options(data, tmp_path, layers=1), str(target), device="cpu")
+
+
+@pytest.mark.parametrize("pattern", ["*-M*M", "*M-*MM"])
+def test_an_adapter_starts_as_a_layer_with_an_mlp(pattern: str, data: Path, tmp_path: Path) -> None:
+    """Of a model in which not all layers have one; where no layer that attends has one, that is said."""
+    target = save_hybrid(tmp_path / "target", "blocks", hybrid_override_pattern=pattern)
+    given = options(data, tmp_path, steps=2)
+    if pattern == "*-M*M":
+        train(target, given)
+        assert (given.out / "config.json").is_file()
+        return
+    with pytest.raises(ConfigError, match=r"no layer of .* has both attention and an MLP.*give attention"):
+        train(target, given)
+
+
 def one_position_late(states: Any) -> Any:
     def mutated(target: FrozenTarget, packed: Packed, layers: Any) -> Any:
         found = states(target, packed, layers)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import foredraft
-from foredraft.drafters.asset import WITH_MLP
+from foredraft.drafters.asset import ATTENTION, WITH_MLP
 from foredraft.drafters.heads.writing import write_head
 from foredraft.drafters.kangaroo import CONFIG as ADAPTER_CONFIG
 from foredraft.drafters.kangaroo import WEIGHTS as ADAPTER_WEIGHTS
@@ -164,12 +164,18 @@ def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:
         )  # fmt: skip
 
     own = spec.kv_heads_of(None), spec.head_dim_of(None)
+    bare = spec.without_mlp if options.kind == WITH_MLP else ()
     alike = [  # the layers whose weights have the shapes of an adapter's
         layer
         for layer, window in enumerate(spec.windows)
-        if spec.stores(layer) and (spec.kv_heads_of(window), spec.head_dim_of(window)) == own
+        if spec.stores(layer)
+        and layer not in bare
+        and (spec.kv_heads_of(window), spec.head_dim_of(window)) == own
     ]
     layers = [layer for layer in alike if layer >= depth] or alike
+    if not layers:
+        problem = f"but no layer of {prepared.checkpoint.source} has both attention and an MLP to begin with"
+        raise ConfigError(problem, option="kind", value=options.kind, remedy=f"give {ATTENTION}")
     held_out = Batches(prepared.held_out, prepared.batches.tokens, 0)
     packed = Packed.of(held_out.documents_of(0), target.decoder.device)
     states = target.states(packed, (depth,))
@@ -227,7 +233,9 @@ def begin_draft(options: DraftOptions, prepared: Prepared) -> Trainee:
 
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
     """Return the `config.json` of the draft model."""
-    if target.full_head_dim is not None or target.layer_input_size or target.sources:
+    # families whose lists of layers or names a shorter model would need in another form
+    listed = target.plain_head_norms or not target.naming.inner
+    if target.full_head_dim is not None or target.layer_input_size or target.sources or listed:
         problem = f"cannot train a draft model of the form of a {target.architecture}"
         raise ConfigError(problem, remedy="train an adapter with `foredraft train adapter`")
     made, family = dict(config), FAMILIES[target.architecture]

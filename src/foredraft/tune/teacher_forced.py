@@ -413,6 +413,7 @@ class TeacherForced:
         (copied, to), start, stop = _overwritten(text), 0, len(text.ids)
         while start < stop:
             if self.recurs and start == copied:
+                self.cache.lengths[row] = start  # where its states are
                 self.copies.append(self.cache.take(row, start, start))
             end = next_chunk(start, copied if self.recurs and start < copied else stop, self.runner.chunk)
             hidden = self.runner.prefill(self.cache, row, list(text.ids[start:end]), start).hidden[0]

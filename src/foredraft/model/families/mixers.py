@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
 from foredraft.model.families.hybrid import LINEAR
 from foredraft.model.families.llama import granite
-from foredraft.model.families.shared import FLAGS, FULL, WITH_BIASES, Family, Heads
+from foredraft.model.families.shared import FLAGS, FULL, GGUF, LAYER, WITH_BIASES, Family, Heads
 from foredraft.model.recurrent_sizes import RecurrentSizes
 from foredraft.model.rope import ROPE_KEYS, Rope, read_rope
 from foredraft.model.tensor_names import EMBEDDING, LAST_NORM, LAYERS, LLAMA_INNER, Naming
 from foredraft.model.unsupported import refusal
+
+if TYPE_CHECKING:
+    from foredraft.model.gguf.source import MetadataReader
 
 CONV, MLP, EXPERTS = "conv", "mlp", "moe"  # kinds of layers, besides those that attend
 PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}  # how Nemotron-H writes them
@@ -67,6 +70,20 @@ def lfm2(read: ConfigReader) -> dict[str, Any]:
     read.take("num_heads")  # older files have it beside num_attention_heads
     tied = read.flag("tie_embedding", read.flag("tie_word_embeddings", default=True))
     return {"intermediate_size": inner, "tied": tied} | with_mixers(read, kinds, sizes, "layer_types")
+
+
+def lfm2_in_gguf(read: MetadataReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file; a layer without key heads convolves."""
+    key, layers = "attention.head_count_kv", config["num_hidden_layers"]
+    heads = read.take(key)
+    if not isinstance(heads, list) or len(heads) != layers or len(found := {*heads} - {0}) != 1:
+        raise read.error(key, f"it must hold a number or 0 for each of the {layers} layers")
+    return {
+        "num_key_value_heads": found.pop(),
+        "layer_types": [FULL if each else CONV for each in heads],
+        "conv_L_cache": read.count("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def mamba_sizes(read: ConfigReader, keys: tuple[str, ...], defaults: tuple[int, ...]) -> RecurrentSizes:
@@ -171,6 +188,7 @@ UNUSED = """
     num_local_experts chunk_size mamba_chunk_size mamba_proj_bias mamba_ssm_cache_dtype mtp_layers_block_type
     mtp_hybrid_override_pattern rescale_prenorm_residual attention_bias sliding_window
     """.split()
+IN_FILE = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
 LFM2 = Naming(
     outer={"embed_tokens": EMBEDDING, "embedding_norm": LAST_NORM},
     inner={
@@ -202,6 +220,13 @@ FAMILIES: dict[str, Family] = {
         "lfm2", lfm2, eos=2, bos=1, positions=128_000, heads=Heads(8), windows=None,
         norm_eps=("norm_eps", 1e-5), rope=lambda read, head_dim: read_rope(read, 1_000_000.0),
         fixed={"naming": LFM2, "head_norms": True},
+        gguf=(
+            GGUF(
+                "lfm2", lfm2_in_gguf, norm_key="norm_eps", windows=False,
+                by_layer=("attention.head_count_kv",), parts=LAYER | IN_FILE,
+                outer={"token_embd_norm": LAST_NORM},
+            ),
+        ),
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", nemotron_h, eos=2, bos=1, positions=4096, heads=Heads(8, dim=128, null_dim=False),

@@ -60,6 +60,7 @@ class GGUF:
     by_layer: tuple[str, ...] = ()  # keys of the file that may hold a list, a number a layer
     # of a layer -> in the decoder: modules, or tensors that do not have the same kind there
     parts: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers, besides the common ones
     # of a layer behind the model's, which predicts further tokens, beside these -> behind "mtp."
     further: Mapping[str, str] = field(default_factory=dict)
     reordered: bool = False

@@ -20,6 +20,11 @@ BY_HEAD = ("attn_gate", "ssm_alpha", "ssm_beta", DECAYS, "ssm_dt")  # whose rows
 KEY_HEADS, VALUE_HEADS, VALUE_DIM = "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"
 
 
+def are_taps(name: str) -> bool:
+    """Return whether a tensor of a file holds the taps of a convolution."""
+    return name.endswith((f".{TAPS}.weight", ".shortconv.conv.weight"))
+
+
 def value_rows(part: str, rows: int, config: Mapping[str, Any]) -> Tensor | None:
     """Return the row of the file for each row of the model's tensor, [rows]; None where they are the same."""
     heads = _heads(config)

@@ -194,9 +194,9 @@ def model_name(architecture: str, name: str, layers: int | None = None) -> str |
     if match is None:
         return None
     layer, part = match.groups()
-    if layer is None:
-        return _renamed(OUTER, part)
     of = IN_GGUF[architecture][1]
+    if layer is None:
+        return _renamed({**of.outer, **OUTER}, part)
     found, place = _renamed(of.parts, part), f"model.layers.{int(layer)}"
     if of.further and layers is not None and (behind := int(layer) - layers) >= 0:
         place = f"mtp.layers.{behind}"
@@ -224,7 +224,8 @@ def file_name(architecture: str, name: str) -> str:
     if match is None:
         return name
     layer, part = match.groups()
-    names = OUTER if layer is None else IN_GGUF[architecture][1].parts
+    of = IN_GGUF[architecture][1]
+    names = {**of.outer, **OUTER} if layer is None else of.parts
     found = _renamed({theirs: own for own, theirs in reversed([*names.items()])}, part)
     return name if found is None else found if layer is None else f"blk.{layer}.{found}"
 
@@ -265,7 +266,7 @@ PLAIN = {kind: DTYPES[kind] for kind in UNQUANTISED}
 
 def model_shape(info: TensorInfo) -> tuple[int, ...]:
     """Return the shape that Hugging Face gives a tensor of a file."""
-    return (info.shape[0], 1, *info.shape[1:]) if part_of(info.name) == recurrent.TAPS else info.shape
+    return (info.shape[0], 1, *info.shape[1:]) if recurrent.are_taps(info.name) else info.shape
 
 
 def stored_tensors(
@@ -284,7 +285,7 @@ def stored_tensors(
         values = stored[rows] if order is None else stored[order[rows]]
         if columns is not None and info.dtype in PLAIN:
             return values[:, columns]
-        if part == recurrent.TAPS:
+        if recurrent.are_taps(info.name):
             return values[:, None]
         if part == recurrent.DECAYS:
             return torch.log(-values.double())  # of which `exp` makes the same float32 again
