@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 DOUBLES = (None, "draft-model", "looping", "aux-states", "script", "lookup", "suffix", "recalling", "mapped")
 DOUBLES += ("retokenize", "layer-skip", "early-exit", "low-bit")
 # "aux-states" does as "kangaroo" and the heads do; "gemma4-assistant" has tests of its own, over real targets
-OF_HEADS = {"kangaroo", "eagle3", "p-eagle", "eagle", "medusa", "dflash", "dspark", "gemma4-assistant"}
+OF_HEADS = {"kangaroo", "eagle3", "p-eagle", "eagle", "mtp", "medusa", "dflash", "dspark", "gemma4-assistant"}
 DOUBLED = {*DOUBLES, *OF_HEADS, "prediction"}
 TABLE = tuple(name for name, kind in KINDS.items() if kind.asset is not None and name not in DOUBLED)
 DRAFTERS = (*DOUBLES, *TABLE)

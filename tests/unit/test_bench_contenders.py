@@ -403,7 +403,7 @@ def test_a_missing_program_fails_if_named(context: BenchContext, monkeypatch: py
     lineup = line_up(context, resolve_methods(None))
     assert names_of(lineup) == ["plain", "lookup", "draft-model"]
     assert lineup.loaded_bytes == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(lineup.notes) == 15
+    assert len(lineup.notes) == 16
     assert "left out: auto needs a policy that chooses among drafters; give policy='auto'" in lineup.notes
     assert lineup.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 

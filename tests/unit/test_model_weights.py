@@ -219,10 +219,10 @@ def test_other_tensors_are_refused_as_ever(
         load_decoder(with_tensors(tmp_path / "model", names, num_nextn_predict_layers=number))
 
 
-def test_a_quantised_checkpoint_leaves_them_out(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_keeps_them(tmp_path: Path) -> None:
     folder = with_tensors(tmp_path / "model", LAYER + MTP, num_nextn_predict_layers=1)
     quantise_checkpoint(str(folder), "int8", tmp_path / "int8")
-    assert not {*LAYER, *MTP} & load_file(tmp_path / "int8" / "model.safetensors").keys()
+    assert {*LAYER, *MTP} <= load_file(tmp_path / "int8" / "model.safetensors").keys()
     with foredraft.load(tmp_path / "int8", device="cpu", max_length=64) as llm:
         assert llm.weights is not None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from foredraft import user_cache
 from foredraft.drafters.asset import DEFAULT_COPY, Asset, AssetSearch, Found, Missing, Parts, any_kept
-from foredraft.drafters.head_kinds import config_of, has_weights, head_kind, pickle_in
+from foredraft.drafters.head_kinds import config_of, has_weights, head_kind, may_predict_further, pickle_in
 from foredraft.errors import ConfigError, Option
 from foredraft.model.memory import as_gib
 from foredraft.model.quantisation.codes import BITS
@@ -89,12 +89,12 @@ class MTPAsset(HeadAsset):
             return Missing(
                 "has a head that predicts further tokens or none: the weights that tell are not downloaded"
             )
+        target, source = search.target, search.target.source.base
+        if not may_predict_further(source.path):
+            return self.missing
         from foredraft.drafters.mtp import MTP, files_in
 
-        source = search.target.source.base
-        return (
-            self.missing if files_in(source, search.target) is None else MTP.found(source.path, search.target)
-        )
+        return self.missing if files_in(source, target) is None else MTP.found(source.path, target)
 
 
 MTP_ASSET = MTPAsset("mtp", "a head that predicts further tokens (MTP)", EITHER, "mtp:MTP")

@@ -28,13 +28,15 @@ PREDICTING = [
 ]  # whose files may predict further tokens
 # the drafters that read heads
 READ = ("eagle3", "p-eagle", "eagle", "mtp", "medusa", "dflash", "dspark")
+# a tensor of a layer that predicts further tokens
+FURTHER = r"(mtp|(model\.)?mtp_layers\.0|model\.layers\.\d+)\.(pre_fc_norm_hidden|hidden_layernorm|hnorm)\."
 # a pattern that the name of a tensor matches -> what holds such a tensor, the first that fits
 BY_TENSOR = {
     r"hydra_": "Hydra",
     r"(prefix_gru|embed_proj)\.": "Domino",
     r"lilicorr\.": "LiLiCorr",
     r"parallel_draft_heads\.": "EAGLE-3 with Medusa heads",
-    r"(mtp|(model\.)?mtp_layers\.0|model\.layers\.\d+)\.(pre_fc_norm_hidden|hidden_layernorm|hnorm)\.": "mtp",
+    FURTHER: "mtp",
     r"(speculator\.)?(forget_emb|cell_emb|input_emb|output_emb|emb\.0)\.": "LSTM",
     r"mask_hidden$": "p-eagle",
     r"(markov_head\.)?markov_w1\.": "dspark",
@@ -141,6 +143,11 @@ def _kind_in_file(place: Path) -> str | None:
     if architecture == "dflash":
         return "dspark" if BIAS in model.tensors else "dflash"
     return "mtp" if is_further_alone(model) else None
+
+
+def may_predict_further(place: Path) -> bool:
+    """Return whether a GGUF file, or the names of a folder's tensors, may hold a layer for further tokens."""
+    return not place.is_dir() or any(re.search(FURTHER, name) for name in _tensor_names(place))
 
 
 def _tensor_names(folder: Path) -> frozenset[str]:
