@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.model import attention, checkpoint, decoder, layers, rope, spec, weights
+from foredraft.model import attention, checkpoint, decoder, layers, rope, spec
 from foredraft.model.decoder import Attention, Decoder, Layer
 from foredraft.model.families import llama
+from foredraft.model.layer_weights import LayerBuilder
 from foredraft.model.layers import (
     PROJECTIONS,
     LayerInput,
@@ -45,7 +46,7 @@ from tests.support.mutation import Mutation, defect
 from tests.support.mutations import argument, around, instead
 
 TABLE, FAMILY, SCORES, CALL = rope.rope_table, spec._family, attention.masked_attention, LayerNorm.__call__
-LINEAR, NORM = weights._Builder.linear, weights._Builder.norm
+LINEAR, NORM = LayerBuilder.linear, LayerBuilder.norm
 
 # --- Gemma 4 --------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ OTHERS = [
     defect("learned position off by one", Decoder.embed, next_position, decoding("gpt2")),
     defect(
         "learned positions from the row before OPT's position 0",
-        weights._Builder.learned_positions,
+        LayerBuilder.learned_positions,
         with_spec(position_offset=1),
         reloaded("opt"),
     ),

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.model import attention, rope, weights
+from foredraft.model import attention, rope
 from foredraft.model.attention import ForwardContext
 from foredraft.model.decoder import Decoder
 from foredraft.model.families import gemma, shared
+from foredraft.model.layer_weights import LayerBuilder
 from foredraft.model.rope import Rope
 from foredraft.model.runner import compiled
 from foredraft.model.spec import ModelSpec
@@ -140,7 +141,7 @@ one_layer_late = argument(2, lambda kinds: [shared.FULL, *kinds[:-1]])
 
 
 TABLE, BUILD, SCORES = rope.rope_table, attention.build_context, attention.masked_attention
-ROPE_OF, WINDOWS, NORM = ModelSpec.rope_of, shared.read_windows, weights._Builder.norm
+ROPE_OF, WINDOWS, NORM = ModelSpec.rope_of, shared.read_windows, LayerBuilder.norm
 YARN, THETA, ATTEND = rope._by_channel, rope._dynamic_theta, attention.attend
 EVERYWHERE = windows(lambda window, at, columns: window or 24)
 FROM_THE_FIRST = windows(lambda window, at, columns: window and window + at)

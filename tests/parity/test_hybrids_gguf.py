@@ -21,7 +21,7 @@ from torch import Tensor
 
 import foredraft
 from foredraft import CheckpointError, SamplingParams
-from foredraft.model import weights
+from foredraft.model import layer_weights
 from foredraft.model.checkpoint import named_tensors
 from foredraft.model.gguf import recurrent, source, tensors
 from foredraft.model.locate import resolve, with_loras
@@ -218,7 +218,7 @@ DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
         ("heads of values as they lie", recurrent._heads, instead(lambda config: None)),
         ("columns as they lie", recurrent.value_columns, instead(lambda *given: None)),
         ("rows as they lie", recurrent.value_rows, instead(lambda *given: None)),
-        ("rates taken for their logarithms", weights._decay_of, instead(lambda exponents: -exponents.float())),
+        ("rates taken for their logarithms", layer_weights._decay_of, instead(lambda exponents: -exponents.float())),
         ("one less in every norm", tensors.adds_one, instead(lambda architecture, name: name.endswith("norm.weight"))),
     ],
     check_codes: [

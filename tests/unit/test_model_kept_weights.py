@@ -19,9 +19,10 @@ from foredraft import user_cache
 from foredraft.kernels.compilation import library
 from foredraft.model import kept_weights as module
 from foredraft.model.decoder import Decoder
+from foredraft.model.layer_weights import LayerBuilder
 from foredraft.model.locate import resolve, with_loras
 from foredraft.model.runner import Runner
-from foredraft.model.weights import _Builder, load_decoder
+from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.foreign import NOT_PRIVATE
 from tests.support.gguf_files import write_gguf
@@ -47,13 +48,13 @@ class Packs:
     """Loads, and whether the last one packed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.monkeypatch, self.count, own = monkeypatch, 0, _Builder._product
+        self.monkeypatch, self.count, own = monkeypatch, 0, LayerBuilder._product
 
         def product(*arguments: Any) -> Any:
             self.count += 1
             return own(*arguments)
 
-        monkeypatch.setattr(_Builder, "_product", product)
+        monkeypatch.setattr(LayerBuilder, "_product", product)
 
     def __call__(self, folder: Path, **options: Any) -> tuple[Decoder, bool]:
         before = self.count

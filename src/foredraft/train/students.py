@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from foredraft.drafters.kangaroo import VOCABULARY, adapter_spec
 from foredraft.model.checkpoint import Shapes
 from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.layer_weights import TensorSource
 from foredraft.model.layers import Linear, Norm
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tensor_names import EMBEDDING, HEAD, POSITIONS
-from foredraft.model.weights import SizeCounter, TensorSource, build_layer, build_norm
+from foredraft.model.weights import SizeCounter, build_layer, build_norm
 from foredraft.train.target import Packed, PackedPass
 
 CHUNK = 256  # positions: few enough for a processor's caches, and enough that products are efficient
