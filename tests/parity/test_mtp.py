@@ -212,6 +212,15 @@ def test_the_doctor_tries_every_misreading(tmp_path: Path) -> None:
     assert {"final_norm", "norm_output", "states_first", "folded_norms"} <= tried
 
 
+def test_the_command_examines_the_model_s_own_layer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved()[0], tmp_path / "model")
+    words = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 2
+    assert main(["doctor", words, "--model", str(folder), "--dry-run"]) == 0
+    assert f"mtp {folder}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
     folder = saved("bfloat16")[0]

@@ -183,8 +183,9 @@ def doctor(
     """Measure how well a head or a draft model is accepted, and find the setting that it was trained with.
 
     Nothing is decoded: target and drafter read a short sample, and their distributions are compared. Of an
-    EAGLE, DFlash or DSpark head the doctor tries the usual ways in which one is misread, and writes the
+    EAGLE, DFlash, DSpark or MTP head the doctor tries the usual ways in which one is misread, and writes the
     best setting beside the head, where loading finds it. A setting changes the speed, never the text.
+    Without --draft it examines the model's own layer for further tokens (MTP).
 
     Parameters
     ----------
@@ -193,7 +194,8 @@ def doctor(
     dry_run
         Write nothing.
     """
-    if "draft" not in drafting:
+    own = "draft" not in drafting
+    if own and "model" not in target:
         raise ConfigError("no drafter to examine", remedy=("give ", Option("draft"), ", its folder"))
     check_places(out=output.out)
     with started() as bars:
@@ -203,10 +205,11 @@ def doctor(
         from foredraft.loading.checkpoints import find_draft
 
         model, options = target.get("model"), load_options(target, drafting)
+        options |= {"drafter": "mtp"} if own else {}
         folder = find_draft(options_for(model, **options))
-        assert folder is not None, "a drafter is given"
         llm = load_for(lambda tokenizer, defaults: (1, 64), model, policy="fixed", **options)
-        found = diagnose(llm.loaded, folder, texts or SAMPLE, write=not dry_run, progress=bars.show)
+        place = folder or Path(llm.model)
+        found = diagnose(llm.loaded, place, texts or SAMPLE, write=not dry_run, progress=bars.show)
     write_report(found.as_dict(), lambda width: diagnosis_lines(found, width), output)
     return 0
 
