@@ -306,7 +306,10 @@ def test_the_command_shows_a_diagnosis(tmp_path: Path, capsys: pytest.CaptureFix
     document = json.loads(capsys.readouterr().out)
     assert document["drafter"] == "eagle3" and len(document["own"]["sampled"]) == examination.LENGTH
     assert main(["doctor", "--model", str(big)]) == 2
-    assert "mtp needs a head that predicts further tokens (MTP) of this model; give --draft" in capsys.readouterr().err
+    assert (
+        "mtp needs a head that predicts further tokens (MTP) of this model; give --draft"
+        in capsys.readouterr().err
+    )
 
 
 # --- planted defects ------------------------------------------------------------------------------------------

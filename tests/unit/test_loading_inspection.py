@@ -18,7 +18,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.compilation import library
 from foredraft.loading import capacity, inspection
 from foredraft.loading.inspection import Inspection, inspect_models
-from foredraft.model import weights
+from foredraft.model import layer_weights
 from foredraft.model.cache import KVCache
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.source import ModelSource
@@ -66,7 +66,7 @@ def test_no_weight_is_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         decoders.append((source.path.name, device))
         return sound(source, device, *rest, **named)
 
-    monkeypatch.setattr(weights, "pack_native", lambda *given: copies.append(given))
+    monkeypatch.setattr(layer_weights, "pack_native", lambda *given: copies.append(given))
     monkeypatch.setattr(inspection, "load_decoder", noted)
     inspect_models(models / "big", draft=models / "small", device="cpu")
     assert decoders == [("big", "meta"), ("small", "meta")] and copies == []
