@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
 
 import foredraft
 from foredraft import CheckpointError, SamplingParams
+from foredraft.doctor.teacher_forced import block_drafts, read_text
+from foredraft.drafters import block_drafter
+from foredraft.drafters.heads import block_configs
 from foredraft.model import checkpoint, tensor_names
 from foredraft.model.families import muse
 from foredraft.model.runner import Runner
@@ -50,6 +54,67 @@ def check(native: bool = True) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_logits_equal_those_of_transformers(native: bool) -> None:
     check(native)
+
+
+@functools.cache
+def assistant() -> tuple[Path, dict[int, Tensor]]:
+    """Return a random DFlash head, and the reference's logits of its block after some places of the text."""
+    folder, _, tokens = saved()
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    text, place = model.config.text_config, Path(tempfile.mkdtemp())
+    torch.manual_seed(5)
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=text.hidden_size, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=12, block_size=5, mask_token_id=7, target_layer_ids=[0, 2],
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    head: Any = MuseGlimmerAssistantModel(config).eval()
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(0.0, 1.3 * weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.add_(
+                0.2 * torch.randn_like(weight)
+            )
+        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        table, found = model.get_input_embeddings().weight, dict[int, Tensor]()
+        for anchor in (9, 30, 100):
+            contexts = torch.cat([states[layer + 1][:, :anchor] for layer in config.target_layer_ids], -1)
+            noise = table[torch.tensor([[tokens[anchor]] + [7] * 4])]
+            cache = DFlashCache(config=config)
+            cache.activate_past_recording()
+            cache.set_previous_accepted_tokens(anchor)
+            given = {"context_hidden_states": contexts, "position_ids": torch.arange(anchor + 5)[None]}
+            mask = torch.ones(1, anchor + 5, dtype=torch.long)
+            left = head(
+                noise_embeds=noise, attention_mask=mask, past_key_values=cache, **given
+            ).last_hidden_state[0, 1:]
+            logits = model.get_output_embeddings()(left) * text.output_multiplier
+            found[anchor] = torch.tanh(logits / text.final_logit_softcapping) * text.final_logit_softcapping
+    head.save_pretrained(place)
+    return place, found
+
+
+def check_assistant() -> None:
+    place, expected = assistant()
+    folder, _, tokens = saved()
+    llm = foredraft.load(
+        folder, draft=place, device="cpu", max_length=400, max_batch=1, dtype="float32", policy="fixed"
+    )
+    head: Any = llm.loaded.engine.drafters["dflash"].head
+    runner, layers = llm.loaded.runner, head.record.aux_layers
+    for anchor, logits in expected.items():
+        text = read_text(runner, tokens[: anchor + 6], layers)
+        own = block_drafts(head, text, 4, 1000)[anchor]
+        torch.testing.assert_close(own, logits, rtol=0, atol=2e-4)
+    params = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
+    plain, drafted = (
+        llm.generate([tokens[:40]], params.replace(drafter=name))[0] for name in ("none", "dflash")
+    )
+    assert plain.token_ids == drafted.token_ids and drafted.stats.drafted
+    llm.close()
+
+
+def test_its_dflash_head_drafts_what_the_reference_drafts() -> None:
+    check_assistant()
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -108,6 +173,10 @@ def check_operators() -> None:
 
 
 DEFECTS: dict[Callable[[], object], list[tuple[Any, ...]]] = {
+    check_assistant: [
+        ("rows of the embedding enter normed", block_drafter.sizes_of_rows, around(lambda sizes, *given: torch.ones_like(sizes(*given)))),
+        ("the state before a layer is read", block_configs.aux_ids, around(lambda ids, *given, shift, **more: ids(*given, shift=shift - 1, **more))),
+    ],
     check_operators: [
         ("the embedding is not normed", muse._naming, lambda _: lambda eps: tensor_names.AS_STORED),
         ("one epsilon for all norms", ModelSpec.from_hf, spec_of(post_norm_eps=None)),

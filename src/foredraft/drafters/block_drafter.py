@@ -16,14 +16,18 @@ the block wrote to the cache lies behind the committed positions, and the next b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.drafters.heads.block_configs import read_block
+from foredraft.drafters.head_kinds import MUSE, config_of
+from foredraft.drafters.heads.block_configs import read_block, read_muse
 from foredraft.drafters.heads.layers import HeadBuilder, HeadCache, HeadDrafter, load_head
 from foredraft.drafters.heads.record import BlockRecord
 from foredraft.drafters.heads.tensors import HeadFiles
@@ -37,10 +41,12 @@ from foredraft.drafters.heads.transitions import (
 from foredraft.drafters.states import WaitingStates, by_row
 from foredraft.model.attention import ForwardContext, additive_mask, at_columns, attend, inject
 from foredraft.model.cache import KVCache
+from foredraft.model.checkpoint import Checkpoint, named_tensors
 from foredraft.model.decoder import MLP, Decoder, Layer, finish, project
 from foredraft.model.layers import Product, RMSNorm, gate, soft_cap
 from foredraft.model.memory import upload
 from foredraft.model.runner import DraftInputs, FusedDraft, Runner
+from foredraft.model.tensor_names import EMBEDDING, Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class BlockHead:
     output: Product  # the head over its draft vocabulary
     draft_vocab: Tensor | None  # the ids that it can draft, [draft_vocab]; None where it can draft all
     embedding: Tensor | None  # its own embedding [V, d]; None: the target's
+    row_scales: Tensor | None = None  # of the target's rows before they enter, [V]; None: no change
     # changes a slot's logits by the token before it; None: nothing does
     transition: Markov | Selector | None = None
     convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's two sub-layers, or none
@@ -110,6 +117,8 @@ class BlockHead:
         """Return the embeddings [..., d] that enter the first layer, for the target's token ids."""
         own = self.embedding
         rows = self.target.embedding_rows(tokens) if own is None else F.embedding(tokens, own)
+        if self.row_scales is not None:
+            rows = rows * self.row_scales[tokens][..., None]
         return rows if self.record.embedding_scale == 1 else rows * self.record.embedding_scale
 
     def inject(
@@ -213,7 +222,10 @@ class BlockHead:
 
 def load_block(files: HeadFiles[BlockRecord], target: Runner) -> BlockHead:
     """Read the weights of a head, in the target's dtype."""
-    return load_head(files, target, BlockHead.of)
+    head = load_head(files, target, BlockHead.of)
+    if files.row_scales is None:
+        return head
+    return replace(head, row_scales=files.row_scales().to(target.decoder.device, target.decoder.dtype))
 
 
 class Chain:
@@ -289,6 +301,24 @@ class DFlash(BlockDrafter):
     """An autoregressive drafter whose slots are independent."""
 
     name = "dflash"
+
+    @classmethod
+    def files_for(cls, place: Path, target: Checkpoint) -> HeadFiles[BlockRecord]:
+        if config_of(place).get("model_type") != MUSE:
+            return super().files_for(place, target)
+        files, spec = read_muse(place, target.spec.vocab_size), target.spec
+        # on the scale of the target's own logits
+        record = replace(files.record, logit_scale=spec.logit_scale or 1.0, logit_softcap=spec.logit_softcap)
+        return replace(files, record=record, row_scales=partial(sizes_of_rows, target))
+
+
+def sizes_of_rows(target: Checkpoint) -> Tensor:
+    """Return what the target's normed rows of its embedding were divided by, [V]."""
+    spec, naming = target.spec, Naming(nested=target.spec.naming.nested)
+    with ExitStack() as stack:
+        stored = named_tensors(target.source, stack, naming)[f"{EMBEDDING}.weight"]
+        pieces = (stored[first : first + 4096].float() for first in range(0, spec.vocab_size, 4096))
+        return torch.cat([(piece.square().mean(-1) + spec.norm_eps).sqrt() for piece in pieces])
 
 
 class DSpark(BlockDrafter):

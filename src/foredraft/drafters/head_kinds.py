@@ -40,7 +40,7 @@ BY_TENSOR = {
     r"(speculator\.)?(forget_emb|cell_emb|input_emb|output_emb|emb\.0)\.": "LSTM",
     r"mask_hidden$": "p-eagle",
     r"(markov_head\.)?markov_w1\.": "dspark",
-    r"(hidden_norm|candidate_selector)\.": "dflash",
+    r"(hidden_norm|candidate_selector|encoder\.output_norm_enc)\.": "dflash",
     r"(midlayer|layers\.0)\.hidden_norm\.": "eagle3",
     r"(medusa_heads\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$": "medusa",
 }
@@ -58,6 +58,7 @@ BY_ARCHITECTURE = {
     "LiLiCorrDraftModel": "LiLiCorr",
 }  # fmt: skip
 FIRST_LAYER = re.compile(r"(language_)?model\.(language_model\.|model\.)?layers\.0\.")
+MUSE = "muse_glimmer_assistant"  # the type of the DFlash head of a Muse Glimmer
 BY_TYPE = {
     "eagle3": "eagle3", "peagle": "p-eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark",
     "mtp": "mtp", "dflare": "DFlare", "domino": "Domino", "hydra": "Hydra", "mlp": "LSTM",
@@ -117,6 +118,8 @@ def head_kind(place: Path) -> str | None:
     config, names = config_of(place), _tensor_names(place)
     if config.get("model_type") in ASSISTANTS:
         return "gemma4-assistant"
+    if config.get("model_type") == MUSE:
+        return "dflash"
     told = config.get("speculators_model_type")
     named = None if told is None else BY_TYPE.get(str(told), f"{str(told)[:20].title()} of speculators")
     if named is not None and named[:1].isupper():

@@ -6,6 +6,7 @@
                   drafts from the anchor in shift_label
     DeepSpec      DSpark: the keys of both at the top; a head and an embedding of its own
     speculators   all: the keys of the layers in `transformer_layer_config`
+    Muse Glimmer  DFlash: keys of a Qwen 3, whose vocabulary the target tells
 
 An id in `target_layer_ids` names a layer whose output is read, -1 the embedding; one in
 `aux_hidden_state_layer_ids` a layer that the states enter. The confidence head of DSpark is checked and not
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from foredraft.drafters.head_kinds import BIAS, DFLASH, DSPARK
@@ -31,9 +33,10 @@ from foredraft.drafters.heads.configs import (
 )
 from foredraft.drafters.heads.keys import layer_keys, pass_over
 from foredraft.drafters.heads.record import MARKOV_FORMS, BlockRecord, spread_aux_layers
-from foredraft.drafters.heads.tensors import Headers
+from foredraft.drafters.heads.tensors import Headers, HeadFiles
 from foredraft.model.config import ConfigReader
 from foredraft.model.spec import ModelSpec
+from foredraft.model.tensor_names import Naming
 
 AUX_LAYERS = "target_layer_ids"
 OF_A_BLOCK = frozenset({
@@ -100,6 +103,32 @@ def _of_others(config: Mapping[str, Any], headers: Headers) -> BlockRecord:
     for section in reader.readers[:-1]:
         section.reject_unknown_keys()
     return made
+
+
+MUSE_NAMES = Naming(prefixes=("encoder.",), outer={"fc": "fc", "output_norm_enc": "hidden_norm"})
+
+
+def read_muse(folder: Path, vocabulary: int) -> HeadFiles[BlockRecord]:
+    """Return the head that comes with a Muse Glimmer; slots of a block see each other within a window."""
+
+    def record_of(config: Mapping[str, Any], headers: Headers) -> BlockRecord:
+        read = ConfigReader({**config, "vocab_size": vocabulary})
+        pass_over(read)
+        layers = layer_keys(read.config, OF_A_BLOCK)
+        kinds = {"layer_types": ["sliding_attention"] * read.count("num_hidden_layers")}
+        # a slot sees so many positions before its own
+        window = {"use_sliding_window": True, "sliding_window": read.count("sliding_window", 2048) + 1}
+        spec = layers_of(kinds | layers | window, headers)
+        aux_layers = aux_ids(read, AUX_LAYERS, shift=1, rising=True) or MUSE_LAYERS
+        return block_record(
+            "Muse Glimmer's", spec, lambda _: read, aux_layers=aux_layers, target_size=spec.hidden_size,
+            draft_vocab_size=spec.vocab_size, from_anchor=False, causal_windows=False,
+        )  # fmt: skip
+
+    return read_head(folder, record_of, MUSE_NAMES)
+
+
+MUSE_LAYERS = (2, 14, 26, 38, 50)  # that it reads where its config names none
 
 
 def _windowed(layers: dict[str, Any], read: ConfigReader) -> dict[str, Any]:

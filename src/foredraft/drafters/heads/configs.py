@@ -31,7 +31,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import weight_headers
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.spec import CONFIG, ModelSpec
-from foredraft.model.tensor_names import AS_STORED
+from foredraft.model.tensor_names import AS_STORED, Naming
 
 EAGLE, LAYER, SPECULATOR = "eagle_config", "transformer_layer_config", "speculators_config"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -47,13 +47,15 @@ P_EAGLE = "peagle_config.json"  # SpecForge's program writes it beside config.js
 DEPTHS = "num_depths"
 
 
-def read_head(folder: Path, record_of: Callable[[dict[str, Any], Headers], Record]) -> HeadFiles[Record]:
+def read_head(
+    folder: Path, record_of: Callable[[dict[str, Any], Headers], Record], naming: Naming = AS_STORED
+) -> HeadFiles[Record]:
     """Return the head in a folder, as its config and the headers of its weights say."""
     config = read_json(folder / CONFIG)
     refuse_pickles(folder)
-    headers = weight_headers(folder, AS_STORED)
+    headers = weight_headers(folder, naming)
     record = replace(record_of(config, headers), own_embedding=EMBEDDING in headers, own_head=HEAD in headers)
-    return HeadFiles(folder, record, checked_shapes(folder, record, headers))
+    return HeadFiles(folder, record, checked_shapes(folder, record, headers), naming=naming)
 
 
 def _eagle3(config: Mapping[str, Any], headers: Headers, more: Collection[str] = ()) -> HeadRecord:

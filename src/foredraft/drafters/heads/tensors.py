@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.drafters.heads.record import BlockRecord, HeadRecord, PEagleRecord, Record, draft_ids
 from foredraft.errors import CheckpointError
 from foredraft.model.checkpoint import CheckpointTensors, Shapes
+from foredraft.model.tensor_names import AS_STORED, Naming
 
 EMBEDDING, HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 CONFIDENCE = ("confidence_head.proj", "confidence_proj")  # DeepSpec's name, and that of NVIDIA's ModelOpt
@@ -50,12 +51,15 @@ class HeadFiles(Generic[Record]):
     shapes: Mapping[str, tuple[int, ...]]  # the shape of every tensor that is read, by name
     # gives the tensors of a GGUF file; None: those of the folder
     source: Callable[[torch.device, torch.dtype], HeadSource] | None = None
+    naming: Naming = AS_STORED  # of the tensors in a folder
+    # gives what each row of the target's embedding is multiplied by before it enters, [V]; None: nothing
+    row_scales: Callable[[], Tensor] | None = None
 
     def open(self, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> HeadSource:
         """Return the source of the tensors, which the stack closes."""
         if self.source is not None:
             return self.source(device, dtype)
-        return CheckpointTensors(self.folder, stack, device, dtype)
+        return CheckpointTensors(self.folder, stack, device, dtype, naming=self.naming)
 
     def draft_vocab(self, tensors: HeadSource) -> Tensor | None:
         """Return the target's ids that the head can draft, [draft_vocab]; None where it can draft all."""
