@@ -21,6 +21,7 @@ from foredraft.cli.options import (
     DRAFT,
     DRAFTED,
     DRAFTER,
+    PREFIXES,
     REQUEST,
     TARGET,
     TEXTS,
@@ -43,7 +44,7 @@ def names(*groups: type[Any]) -> list[str]:
 
 OPTIONS: dict[str, list[str]] = {
     "generate": [
-        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | TEXTS | REQUEST | CONSTRAINTS),
+        *(TARGET | BOUNDS | DRAFT | DRAFTED | DRAFTER | TEXTS | PREFIXES | REQUEST | CONSTRAINTS),
         *names(ChatOptions, OutputOptions),
     ],
     "bench": [*(TARGET | BOUNDS | DRAFT | DRAFTED | BENCH), *names(PromptOptions, DocumentOptions)],

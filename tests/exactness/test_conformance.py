@@ -156,7 +156,7 @@ def rewound_too_little(rewind: Function, drafter: Any, sequence: Sequence) -> No
     drafter.cache.lengths[sequence.row] = min(before, drafter.cache.lengths[sequence.row] + 1)
 
 
-def take_for_read(drafter: Any, row: int, tokens: list[int]) -> None:
+def take_for_read(drafter: Any, row: int, tokens: list[int], closed: int) -> None:
     held = drafter._rows[row]
     shared = min(len(held), len(tokens) - 1)
     held[:shared] = tokens[:shared]

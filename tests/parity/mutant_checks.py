@@ -81,8 +81,10 @@ def norms_with(offset: float, *, of_heads: bool = False) -> Mutation:
     """Build norms, or those of heads alone, whose weights are that much larger."""
 
     @around
-    def mutation(norm: Function, builder: Any, name: str, size: int | None = None, *rest: Any) -> Any:
-        made = norm(builder, name, size, *rest)
+    def mutation(
+        norm: Function, builder: Any, name: str, size: int | None = None, *rest: Any, **eps: Any
+    ) -> Any:
+        made = norm(builder, name, size, *rest, **eps)
         return made if of_heads and size is None else replace(made, weight=made.weight + offset)
 
     return mutation

@@ -268,15 +268,17 @@ def test_a_prompt_without_text_is_no_error() -> None:
             drafter.leave(sequence)
 
 
-def take_for_the_text(drafter: Retokenize, row: int, tokens: list[int]) -> None:
+def take_for_the_text(drafter: Retokenize, row: int, tokens: list[int], closed: int) -> None:
     shared = min(len(drafter._rows[row]), len(tokens))
     drafter._rows[row][:shared] = tokens[:shared]
 
 
 @around
-def rolled_back_too_little(catch_up: Function, drafter: Retokenize, row: int, tokens: list[int]) -> int:
+def rolled_back_too_little(
+    catch_up: Function, drafter: Retokenize, row: int, tokens: list[int], closed: int
+) -> int:
     held = len(drafter._rows[row])
-    start: int = catch_up(drafter, row, tokens)
+    start: int = catch_up(drafter, row, tokens, closed)
     return min(start + (start < held), len(tokens) - 1)
 
 

@@ -73,7 +73,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str]] = {
     "learned position off by one": (logits_of_pytorch("gpt2"), "const int64_t at = p->start[g] + t;", "const int64_t at = p->start[g] + t + 1;"),
     "learned positions of the first group": (passes.test_rows_at_other_positions_equal_those_of_pytorch, "const int64_t at = p->start[g] + t;", "const int64_t at = p->start[0] + t;"),
     "ReLU taken for GELU": (logits_of_pytorch("gpt_neox"), "if (kind == GELU)", "if (kind == GELU) return choose(x < splat(0.0f), splat(0.0f), x);\n    if (kind == GELU)"),
-    "negative values pass ReLU": (logits_of_pytorch("opt"), "if (kind == RELU) return choose(x < splat(0.0f), splat(0.0f), x);", "if (kind == RELU) return x;"),
+    "negative values pass ReLU": (logits_of_pytorch("opt"), "const V positive = choose(x < splat(0.0f), splat(0.0f), x);", "const V positive = x;"),
     "norms of outputs, not of sums": (logits_of_pytorch("opt-sums-normed"), "if (after->weight && !m->sums)", "if (after->weight)"),
     "the first head's norm for all": (logits_of_pytorch("stablelm-head-norms"), "if (norm->apart)", "if (0)"),
     "queries' norms taken for keys": (logits_of_pytorch("stablelm-head-norms"), "run->kv * heads_per_kv + h : run->kv, to", "run->kv * heads_per_kv + h : run->kv + 1, to"),
