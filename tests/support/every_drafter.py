@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.adapters import save_adapter
 from tests.support.assistants import save_assistant, save_target
 from tests.support.checkpoints import save_checkpoint, tiny_tokenizer
 from tests.support.heads import save_head
+from tests.support.hybrids import add_mtp, rewrite, save_hybrid
 
 DRAFT = 4  # tokens of a draft
 WORDS = 384  # of the vocabulary
@@ -41,6 +43,8 @@ LOADED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"target": "gemma4-unified", "draft": "gemma4-unified-assistant"},
         ("gemma4-assistant",),
     ),
+    "further": ({"target": "further"}, ("mtp",)),
+    "hybrid": ({"target": "hybrid"}, ("mtp", "lookup")),
 }
 AUX = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 DRAFTERS = {loaded: drafters for loaded, (_, drafters) in LOADED.items()}
@@ -68,6 +72,8 @@ def save_models(folder: Path) -> Path:
         own = save_target(folder / name, kind, WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
         tiny_tokenizer(WORDS).save(str(own / "tokenizer.json"))
         save_assistant(folder / f"{name}-assistant", kind, WORDS)
+    _save_further(target, folder / "further", **keys)
+    add_mtp(save_hybrid(folder / "hybrid", vocab_size=WORDS))
     return folder
 
 
@@ -79,6 +85,25 @@ def _save_spoilt(target: Path, folder: Path) -> None:
         for name, weight in load_file(target / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _save_further(target: Path, folder: Path, **keys: Any) -> None:
+    """Save a model with a layer behind its own that predicts further tokens, as DeepSeek and GLM name it."""
+    shutil.copytree(target, folder)
+    layer = load_file(
+        save_checkpoint(folder / "layer", seed=4, **{**keys, "num_hidden_layers": 1}) / "model.safetensors"
+    )
+    random, size, place = (
+        torch.Generator().manual_seed(5),
+        keys["hidden_size"],
+        f"model.layers.{keys['num_hidden_layers']}.",
+    )
+    own = {place + name[15:]: weight for name, weight in layer.items() if name.startswith("model.layers.0.")}
+    own |= {f"{place}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {f"{place}eh_proj.weight": torch.randn(size, 2 * size, generator=random) / 8}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    rewrite(folder, lambda tensors: tensors | own)
 
 
 def load(folder: Path, loaded: str, device: str) -> LLM:

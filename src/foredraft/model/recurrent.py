@@ -156,8 +156,8 @@ class RecurrentRows:
     def take(self, row: int, stop: int) -> tuple[Tensor, ...]:
         """Return copies of what a row holds up to a position: its bases, and its log from their taps on."""
         at = self.at[:, row].clone()
-        places = torch.arange(int(at.min()) - (self.taps - 1), stop) % LOG
-        return self.bases[:, row].clone(), self.logs[:, row, places.to(self.logs.device)], at, places
+        places = torch.arange(int(at.min()) - (self.taps - 1), stop, device=self.logs.device) % LOG
+        return self.bases[:, row].clone(), self.logs[:, row, places], at, places
 
     def put_back(self, row: int, parts: tuple[Tensor, ...]) -> None:
         """Take what `take` gave back."""
@@ -208,8 +208,8 @@ def mix(
     for run in runs:
         log, at = rows.logs[layer, run.row], int(rows.at[layer, run.row])
         first = at - (sizes.taps - 1)
-        places = torch.arange(first, run.start)
-        known = log[places % LOG].where((places >= 0).to(log.device)[:, None], 0.0)
+        places = torch.arange(first, run.start, device=log.device)
+        known = log[places % LOG].where((places >= 0)[:, None], 0.0)
         own = torch.cat([known, entries[run.first : run.first + run.count]])  # from position `first` on
         base = rows.bases[layer, run.row]
         state, moved = base if at else torch.zeros_like(base), None
@@ -224,6 +224,6 @@ def mix(
             base.copy_(moved)
             rows.at[layer, run.row] = run.base
         last = min(LOG, run.count)
-        places = torch.arange(run.start + run.count - last, run.start + run.count) % LOG
-        log[places] = own[len(own) - last :]
+        places = torch.arange(run.start + run.count - last, run.start + run.count, device=log.device)
+        log[places % LOG] = own[len(own) - last :]
     return mixed
