@@ -206,7 +206,6 @@ def test_a_head_of_another_kind_is_refused(
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {  # its config, its tensors, its name
     "hydra": ({"hydra_num_heads": 4, "model_type": "llama"}, ["hydra_head.0.linear.weight"], "Hydra"),
-    "mtp": ({"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]}, ["mtp_layers.0.input_proj.weight"], "MTP"),
     "domino": (
         {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
         ["fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0"], "Domino",
