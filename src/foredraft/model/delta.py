@@ -22,14 +22,11 @@ class Delta(Recurrence):
 
     def step(self, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
-        convolved = F.silu(self.convolved(window)).float()
-        q, k, v = torch.tensor_split(convolved, (sizes.keys, 2 * sizes.keys))
-        groups = sizes.value_heads // sizes.key_heads
-        q, k = (_unit(x.view(-1, sizes.key_dim)).repeat_interleave(groups, 0) for x in (q, k))
+        q, k, v = self.convolved_heads(window)
         b, a = torch.tensor_split(window[-1, sizes.channels :], 2)
         beta = torch.sigmoid(b).float()
         decay = torch.exp(self.decay * F.softplus(a.float() + self.bias))
-        key, query = k[:, None, :, None], (q * sizes.key_dim**-0.5)[:, None, :, None]
+        key, query = _unit(k)[:, None, :, None], (_unit(q) * sizes.key_dim**-0.5)[:, None, :, None]
         state = state * decay[:, None, None, None]
         change = (v.view(state.shape[0], state.shape[1], -1) - (state * key).sum(2)) * beta[:, None, None]
         state = state + key * change[:, :, None]

@@ -26,15 +26,11 @@ class Mamba(Recurrence):
     eps: float  # of that norm
 
     def step(self, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = self.sizes
-        convolved = F.silu(self.convolved(window)).float()
-        q, k, v = torch.tensor_split(convolved, (sizes.keys, 2 * sizes.keys))
-        groups = sizes.value_heads // sizes.key_heads
-        q, k = (x.view(-1, sizes.key_dim).repeat_interleave(groups, 0)[:, None, :, None] for x in (q, k))
-        v, time = v.view(sizes.value_heads, -1), F.softplus(window[-1, sizes.channels :].float() + self.bias)
+        q, k, v = self.convolved_heads(window)
+        time = F.softplus(window[-1, self.sizes.channels :].float() + self.bias)
         change = (v * time[:, None]).view(state.shape[0], state.shape[1], 1, -1)
-        state = state * torch.exp(self.decay * time)[:, None, None, None] + k * change
-        return (state * q).sum(2).view_as(v) + self.skip[:, None] * v, state
+        state = state * torch.exp(self.decay * time)[:, None, None, None] + k[:, None, :, None] * change
+        return (state * q[:, None, :, None]).sum(2).view_as(v) + self.skip[:, None] * v, state
 
     def gated(self, read: Tensor, gates: Tensor) -> Tensor:
         """Gate every value, and then norm those of each group of heads."""

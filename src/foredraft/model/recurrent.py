@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.kernels import pool
@@ -71,6 +72,15 @@ class Recurrence:
         for tap in range(self.sizes.taps):
             sum = sum + taps[tap] * self.taps[:, tap]
         return sum.to(window.dtype)
+
+    def convolved_heads(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys of every head of values [value_heads, key_dim], and values, in float32."""
+        sizes = self.sizes
+        convolved = F.silu(self.convolved(window)).float()
+        q, k, v = torch.tensor_split(convolved, (sizes.keys, 2 * sizes.keys))
+        groups = sizes.value_heads // sizes.key_heads
+        q, k = (x.view(-1, sizes.key_dim).repeat_interleave(groups, 0) for x in (q, k))
+        return q, k, v.view(sizes.value_heads, -1)
 
     def step(self, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a position reads [value_heads, value_dim] in float32, and its state.

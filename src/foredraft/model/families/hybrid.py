@@ -51,19 +51,23 @@ def text_rope(read: ConfigReader, head_dim: int) -> Rope:
     return read_rope(read, head_dim=head_dim, share=0.25)
 
 
+def with_mixers(read: ConfigReader, kinds: list[str], sizes: RecurrentSizes, key: str) -> dict[str, Any]:
+    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind != FULL)
+    if FULL not in kinds:
+        raise read.error(key, "a model without any layer that attends is not supported")
+    found = {"recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
+    return found | {"windows": (None,) * len(kinds)}
+
+
 def qwen3_5(read: ConfigReader) -> dict[str, Any]:
     layers, interval = read.count("num_hidden_layers"), read.count("full_attention_interval", 4)
     kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
     listed = read.take("layer_types")
-    windows = read_windows(read, {FULL: None, LINEAR: None}, kinds)
-    kinds = kinds if listed is None else listed
-    if FULL not in kinds:
-        raise read.error("layer_types", "a model without any layer that attends is not supported")
+    read_windows(read, {FULL: None, LINEAR: None}, kinds)  # refuses a list of others
     for key, neutral in SAID.items():
         if read.take(key) not in (None, *neutral):
             raise read.error(key, f"only {neutral[0]} is supported")
-    recurrent, sizes = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), delta_sizes(read)
-    return {"windows": windows, "recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
+    return with_mixers(read, kinds if listed is None else listed, delta_sizes(read), "layer_types")
 
 
 EXPERTS = """

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from foredraft.model.config import ConfigReader
-from foredraft.model.families.hybrid import LINEAR
+from foredraft.model.families.hybrid import LINEAR, with_mixers
 from foredraft.model.families.llama import granite
 from foredraft.model.families.shared import FLAGS, FULL, GGUF, LAYER, WITH_BIASES, Family, Heads
 from foredraft.model.recurrent_sizes import RecurrentSizes
@@ -41,14 +41,6 @@ def kinds_of(read: ConfigReader, listed: Any, known: tuple[str, ...], key: str =
     if key == "layer_types" and len(kinds) != (layers := read.count("num_hidden_layers", len(kinds))):
         raise read.error(key, f"it must name the kind of each of the {layers} layers")
     return kinds
-
-
-def with_mixers(read: ConfigReader, kinds: list[str], sizes: RecurrentSizes, key: str) -> dict[str, Any]:
-    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind != FULL)
-    if FULL not in kinds:
-        raise read.error(key, "a model without any layer that attends is not supported")
-    found = {"recurrent_layers": recurrent, "recurrent": sizes if recurrent else None}
-    return found | {"windows": (None,) * len(kinds)}
 
 
 def lfm2(read: ConfigReader) -> dict[str, Any]:
